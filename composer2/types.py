@@ -7,7 +7,7 @@ Source: report §4.1 (rollouts, groups, chains), §6.2 (router replay, policy ve
 Choice: one flat token record per context window (`Segment`), with masks and per-token fields beside it, because
 generated text must never be tokenised again for training.
 
-Shape letters: T tokens of one segment, N sampled tokens of one generation, B packed rows, L MoE layers, K experts a token.
+Shape letters: T tokens of a segment, N sampled tokens of a generation, B packed rows, L MoE layers, K experts a token.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next tokens are drawn. Log-probs are always those of softmax(logits / temperature), the full distribution."""
+    """How the next tokens are drawn. Log-probs are those of softmax(logits / temperature), the full distribution."""
 
     temperature: float = 1.0
     """0 is greedy: argmax, log-probs then those of temperature 1."""
@@ -159,7 +159,7 @@ class Generation:
 
 
 class Sampler(Protocol):
-    """Draws tokens from the policy. A `session` is one context window of one rollout; its KV cache is kept between calls."""
+    """Draws tokens from the policy. A `session` is one context window of a rollout; its KV cache is kept between calls."""
 
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, session: str, group: str, seed: int
@@ -383,7 +383,7 @@ class Pod(Protocol):
         """Replace a file, making parent folders."""
         ...
 
-    async def list(self, path: str = ".") -> list[str]:
+    async def list_files(self, path: str = ".") -> list[str]:
         """Relative paths of all files below `path`, sorted."""
         ...
 
@@ -462,7 +462,7 @@ class ParsedTurn:
 
 
 class Template(Protocol):
-    """How an episode is written in tokens. One object serves training, evaluation and use (row E6: train/test match)."""
+    """How an episode is written in tokens. One object serves training, evaluation and use (row E6)."""
 
     stop_ids: tuple[int, ...]
 
@@ -500,6 +500,6 @@ class Admission(Protocol):
 
 
 class WeightSink(Protocol):
-    """Takes a new policy version to the samplers (rows A3 A5). Must not block training longer than a copy of the weights."""
+    """Takes a new policy version to the samplers (rows A3 A5); blocks training no longer than a copy of the weights."""
 
     def publish(self, version: int, state: Mapping[str, Any]) -> None: ...
