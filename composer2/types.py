@@ -159,7 +159,7 @@ class Generation:
 
 
 class Sampler(Protocol):
-    """Draws tokens from the policy. A `session` is one context window of a rollout; its KV cache is kept between calls."""
+    """Draws tokens from the policy. A `session` is one context window of a rollout; its KV cache outlives a call."""
 
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, session: str, group: str, seed: int
