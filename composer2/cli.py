@@ -1,0 +1,4 @@
+"""The `composer2` command.
+
+Source: row X1.
+"""
