@@ -1,0 +1,255 @@
+"""The RL trainer: groups of rollouts go in, policy versions come out.
+
+One loop serves synchronous and asynchronous training: with `max_staleness = 0` no group may start before the weights of
+its step exist; with more, the samplers run ahead by that many steps while weights change under them in mid-rollout.
+
+    version v            weights after v optimizer steps, published to the samplers as soon as they exist
+    step s               trains groups s*P .. s*P+P-1 (P prompts a step), whatever order they finished in
+    staleness of a token v at its training minus the version that sampled it, at most max_staleness
+
+Source: report §4.1 (asynchronous RL, single epoch, fixed group size, Adam, full parameters, router replay); rows R1 R7
+A2 A3 M6.
+Choice: batches are trained in the order their prompts were drawn, not in order of completion, so that short rollouts
+are not favoured; the report only says that throughput is traded against staleness.
+Choice: the router's correction bias is frozen during RL. Replay ignores the bias, so updating it from replayed choices
+would move the sampler's routing without any gradient asking for it (fault 30).
+Choice: the optimizer is Adam with betas (0.9, 0.95) and no weight decay; the report gives no learning rate.
+
+The trainer does not branch on algorithm names: rewards, advantages and masks arrive per token (`rl.advantage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer2.model.router_replay import ReplayConfig
+from composer2.model.transformer import Transformer
+from composer2.rl.advantage import AdvantageConfig, group_samples
+from composer2.rl.kl import estimate
+from composer2.rl.loss import (
+    LossConfig,
+    clip_gradients,
+    loss_denominator,
+    mean_metrics,
+    policy_loss,
+    target_logprobs,
+)
+from composer2.rl.pack import BatchTensors, pack, to_tensors
+from composer2.rl.reward import RewardConfig, permute_rewards, score
+from composer2.types import Group, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """A reinforcement-learning run."""
+
+    num_steps: int = 120
+    """Optimizer steps."""
+    prompts_per_step: int = 16
+    """Prompts (groups) of one step."""
+    group_size: int = 8
+    """Rollouts of one prompt, fixed (row R1)."""
+    max_staleness: int = 1
+    """Steps the samplers may run ahead of the trainer; 0 is synchronous and reproducible bit for bit."""
+    num_workers: int = 1
+    """Sampler processes."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are scored at it."""
+    lr: float = 3e-4
+    """Learning rate, constant after the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's."""
+    grad_clip: float = 1.0
+    """Joint gradient norm."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Baseline and KL."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Off-policy correction and normaliser."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Components and weights."""
+    replay: bool = True
+    """Override the router's selection with the experts the sampler used (row M6)."""
+    replay_tau: float = 0.5
+    """Plausibility threshold of the replay filter; 0 keeps every replayed expert."""
+    row_length: int = 512
+    """Tokens of a packed row."""
+    rows_per_batch: int = 8
+    """Rows of a micro-batch."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out tasks; 0: only before and after."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints."""
+    reference_every: int = 10
+    """Steps between measurements of k1 to the reference when the KL weight is 0 (a reference pass costs a forward)."""
+    permute_rewards: bool = False
+    """Control experiment: shuffle the rewards inside each group, so that they carry no information."""
+
+    def __post_init__(self) -> None:
+        positive = ("prompts_per_step", "group_size", "num_workers", "row_length", "rows_per_batch", "checkpoint_every")
+        for name in (*positive, "reference_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"RLConfig.{name} is {getattr(self, name)}, accepted is 1 or more")
+        for name in ("num_steps", "max_staleness", "warmup_steps", "eval_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"RLConfig.{name} is {getattr(self, name)}, accepted is 0 or more")
+        if not 0 <= self.replay_tau < 1:
+            raise ValueError(f"RLConfig.replay_tau is {self.replay_tau}, accepted is in [0, 1)")
+        if not self.lr > 0:
+            raise ValueError(f"RLConfig.lr is {self.lr}, accepted is > 0")
+
+
+def make_optimizer(model: Transformer, config: RLConfig) -> torch.optim.Adam:
+    """Adam over the trunk; MTP layers take no RL gradient and stay as they are."""
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("mtp.")]
+    return torch.optim.Adam(parameters, lr=config.lr, betas=config.betas, fused=True)
+
+
+def replay_config(config: RLConfig) -> ReplayConfig:
+    """The filter of the replay, as the model takes it."""
+    return ReplayConfig(tau=config.replay_tau)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One optimizer step
+
+
+def trained_logprobs(
+    model: Transformer, batch: BatchTensors, config: RLConfig, *, with_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    """(log-probs [B, T], entropy [B, T] or None, routing statistics) of the trained tokens of a packed batch.
+
+    Only predictors of trained tokens go through the head: the other entries are 0."""
+    out = model(
+        batch.token_ids,
+        position_ids_BT=batch.position_ids,
+        document_ids_BT=batch.document_ids,
+        routes_BTLK=batch.routes if config.replay else None,
+        replay=replay_config(config),
+        with_logits=False,
+    )
+    mask_BS = batch.loss_mask[:, 1:]
+    logits_NV = model.lm_head(out.hidden_BTD[:, :-1][mask_BS])
+    picked_N, entropy_N = target_logprobs(
+        logits_NV, batch.token_ids[:, 1:][mask_BS], batch.temperature, with_entropy=with_entropy
+    )
+    logprobs_BT = torch.zeros(batch.token_ids.shape, dtype=picked_N.dtype)
+    logprobs_BT = logprobs_BT.masked_scatter(batch.loss_mask, picked_N)
+    entropy_BT = None
+    if entropy_N is not None:
+        entropy_BT = torch.zeros_like(logprobs_BT.detach()).masked_scatter(batch.loss_mask, entropy_N)
+    return logprobs_BT, entropy_BT, out.routing
+
+
+def update(
+    model: Transformer, optimizer: torch.optim.Optimizer, samples: Sequence[Sample], config: RLConfig, step: int
+) -> dict[str, float]:
+    """One optimizer step on `samples`; returns its metrics. Without samples the weights stay exactly as they are."""
+    if not samples:
+        return {"num_tokens": 0.0, "loss": 0.0, "grad_norm": 0.0}
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    optimizer.zero_grad(set_to_none=True)
+    batches = [to_tensors(b) for b in pack(samples, row_length=config.row_length, rows_per_batch=config.rows_per_batch)]
+    denominator = loss_denominator(
+        config.loss,
+        num_rollouts_planned=config.prompts_per_step * config.group_size,
+        num_tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
+    )
+    sums, gaps, routing = [], [], {"replayed": 0.0, "replaced": 0.0, "free": 0.0}
+    for batch in batches:
+        logprobs_BT, entropy_BT, stats = trained_logprobs(model, batch, config, with_entropy=True)
+        loss, parts = policy_loss(logprobs_BT, batch, config.loss, denominator, entropy_BT)
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums.append(parts)
+        gaps.append((logprobs_BT.detach() - batch.behaviour_logprobs)[batch.loss_mask].abs().numpy())
+        for name in routing:
+            routing[name] += float(getattr(stats, f"num_{name}"))
+    norm = clip_gradients((p for p in model.parameters() if p.grad is not None), config.grad_clip)
+    optimizer.step()
+    gap_N = np.concatenate(gaps)
+    metrics = mean_metrics(sums)
+    metrics |= {f"mismatch_p{int(q * 100)}": float(np.quantile(gap_N, q)) for q in (0.5, 0.99)}
+    metrics |= {"mismatch_max": float(gap_N.max()), "grad_norm": float(norm)}
+    metrics["replaced_expert_frac"] = routing["replaced"] / max(routing["replayed"], 1.0)
+    metrics["num_samples"] = float(len(samples))
+    return metrics
+
+
+def score_groups(groups: Sequence[Group], config: RLConfig, step: int, seed: int) -> list[Group]:
+    """Groups with rewards; shuffled inside each group when the control experiment is on."""
+    scored = [replace(g, rollouts=tuple(score(r, config.reward, step) for r in g.rollouts)) for g in groups]
+    if config.permute_rewards:
+        rng = np.random.default_rng([seed, step])
+        scored = [permute_rewards(group, rng) for group in scored]
+    return scored
+
+
+@torch.no_grad()
+def reference_logprobs(
+    reference: Transformer, groups: Sequence[Group], config: RLConfig
+) -> list[list[list[np.ndarray]]]:
+    """Log-probs of every sampled token under the reference: [group][rollout][segment] -> float32 [T]."""
+    result: list[list[list[np.ndarray]]] = []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            segments = []
+            for segment in rollout.segments:
+                tokens = torch.from_numpy(segment.token_ids.astype(np.int64))[None]
+                routes = torch.from_numpy(segment.routes.astype(np.int64))[None] if config.replay else None
+                out = reference(tokens, routes_BTLK=routes, replay=replay_config(config))
+                picked, _ = target_logprobs(out.logits_BTV[0, :-1], tokens[0, 1:], config.temperature)
+                segments.append(np.concatenate([[0.0], picked.numpy()]).astype(np.float32))
+            rollouts.append(segments)
+        result.append(rollouts)
+    return result
+
+
+def reference_k1(groups: Sequence[Group], logprobs: Sequence[Sequence[Sequence[np.ndarray]]]) -> float:
+    """Mean k1 estimate, nats a sampled token, of the behaviour policy against the reference."""
+    values = [
+        estimate("k1", segment.logprobs[segment.sampled], reference[segment.sampled])
+        for group, per_group in zip(groups, logprobs, strict=True)
+        for rollout, per_rollout in zip(group.rollouts, per_group, strict=True)
+        for segment, reference in zip(rollout.segments, per_rollout, strict=True)
+    ]
+    joined = np.concatenate(values) if values else np.zeros(0)
+    return float(joined.mean()) if joined.size else float("nan")
+
+
+def train_step(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Group],
+    config: RLConfig,
+    *,
+    step: int,
+    reference: Transformer | None = None,
+) -> dict[str, float]:
+    """Advantages, samples and one update from scored groups. `reference` is needed when the KL weight is positive."""
+    measured: dict[str, float] = {}
+    references: list[Any] = [None] * len(groups)
+    if reference is not None and (config.advantage.kl.weight > 0 or step % config.reference_every == 0):
+        logprobs = reference_logprobs(reference, groups, config)
+        measured["reference_k1"] = reference_k1(groups, logprobs)
+        if config.advantage.kl.weight > 0:
+            references = list(logprobs)
+    samples = [
+        sample
+        for group, logprobs_of_group in zip(groups, references, strict=True)
+        for sample in group_samples(
+            group,
+            config.advantage,
+            temperature=config.temperature,
+            policy_version=step,
+            reference_logprobs=logprobs_of_group,
+        )
+    ]
+    return update(model, optimizer, samples, config, step) | measured

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Virtual environment, install, then the tiny run from raw text to its report (about a quarter of an hour on two cores).
+# Arguments go to the run, e.g. `bash scripts/quickstart.sh --seed 1`. COMPOSER2_PRESET picks another preset.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh data
+exec .venv/bin/composer2 train "${COMPOSER2_PRESET:-tiny}" "$@"
