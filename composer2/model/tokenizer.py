@@ -6,7 +6,7 @@ Source: the report does not describe its tokenizer.
 Choice: before BPE, text is cut so that every Python token begins where a piece begins, save for one space in front of
 it that may belong to the piece. So an edit written as `" >="` has the very ids that `x >= y` has in the prompt, and
 copying source text is copying ids. Digits stand alone (numbers are read digit by digit), line breaks and the
-indentation after them form one piece, Python's operators are whole pieces, other marks are pieces of one character.
+indentation after them form one piece, common operators are single tokens, other marks are pieces of one character.
 Choice: special tokens cannot be written as text. `encode("<|edit|>")` gives the ids of plain characters, so neither a
 file nor a tool's output can forge the end of a turn; only code that asks for `special_id` produces them.
 """
@@ -28,6 +28,25 @@ SPECIAL_NAMES: tuple[str, ...] = (
 _OPERATORS = (
     *("**=", "//=", ">>=", "<<=", "...", "!=", "->", ":=", "==", "<=", ">="),
     *("+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "@=", "//", "**", "<<", ">>"),
+)
+
+_WHOLE_OPERATORS = (
+    " ==",
+    " !=",
+    " <=",
+    " >=",
+    " //",
+    " **",
+    " <<",
+    " >>",
+    " +=",
+    " -=",
+    " *=",
+    "//",
+    "**",
+    "==",
+    " ->",
+    " /",
 )
 
 SPLIT_PATTERN = "|".join(
@@ -85,7 +104,11 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator(texts, trainer)
+        texts = list(texts)
+        # Rare operators would not earn a merge of their own; one token each keeps edits short, so they are added:
+        repeats = max(100, sum(map(len, texts)) // 500)
+        operators = [f"x{operator}" * repeats for operator in _WHOLE_OPERATORS]
+        backend.train_from_iterator([*texts, *operators], trainer)
         return cls(backend)
 
     @classmethod

@@ -94,7 +94,13 @@ def test_an_operator_has_the_same_ids_in_an_edit_and_in_the_file() -> None:
     for operator in (">=", "+=", "//", "**", "==", "!=", "->", "<"):
         whole = TOKENIZER.encode(f"12     if x {operator} y:\n")
         part = TOKENIZER.encode(f" {operator}")
-        assert any(whole[i : i + len(part)] == part for i in range(len(whole)))
+        assert len(part) == 1
+        assert part[0] in whole
+
+
+def test_python_operators_are_single_tokens() -> None:
+    for operator in (" ==", " !=", " <=", " >=", " //", " **", " <<", " >>", " +=", " -=", " *=", "//", "**", " ->"):
+        assert len(TOKENIZER.encode(operator)) == 1
 
 
 def test_digits_stand_alone_and_newlines_keep_their_indentation() -> None:
