@@ -1,0 +1,162 @@
+"""Multi-head latent attention: keys and values come from one small latent per token; two forms of the same function.
+
+    latent c = norm(W_kva x)[:R]      rope key k_r = rope(W_kva x)[R:]  (one for all heads)
+    expanded: k_h = [W_uk,h c ; k_r]   v_h = W_uv,h c      o = softmax(q_h k_h / sqrt(d) * yarn) v_h      (training)
+    absorbed: (W_uk,h^T q_nope,h) c + q_rope,h k_r,  then W_uv,h (sum_t p_t c_t)                           (decoding)
+
+The absorbed form never expands a cached token: the cache holds c and k_r only.
+Source: report §3; DeepSeek-V2/V3 papers; rows M1 M2 M4. Latent norms use epsilon 1e-6 whatever the config says, as in
+the published code. The YaRN constant `mscale_all_dim` multiplies the softmax scale.
+Choice: values are padded to the query width for the attention call, because fused kernels want equal widths.
+
+Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache slots, H heads, D model, C cache width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from composer2.model.config import ModelConfig
+from composer2.model.layers import RMSNorm, apply_rope
+
+LATENT_NORM_EPS = 1e-6
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+"""(query_BHTd, key_BHTd, value_BHTd, mask_B1TT or None for causal, scale) -> out_BHTd. All widths equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheView:
+    """Where one cached forward reads and writes, worked out once for all layers."""
+
+    slots: torch.Tensor | slice
+    """Cache rows of the batch, int64 [B] or a slice of length B."""
+    context_len: int
+    """Cache positions looked at: [0, context_len)."""
+    write_index: torch.Tensor
+    """int64 [W]: slot * M + position of every token that is written."""
+    write_mask_BS: torch.Tensor | None
+    """Tokens that are written; None when all are."""
+    bias_BSM: torch.Tensor
+    """0 where a token may look, -inf elsewhere."""
+
+
+def document_mask(document_ids_BT: torch.Tensor) -> torch.Tensor:
+    """bool [B, 1, T, T]: causal within equal ids; padding (-1) sees itself only, so that no row is empty."""
+    length = document_ids_BT.shape[1]
+    same = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids_BT.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=document_ids_BT.device)
+    real = (document_ids_BT >= 0)[:, :, None]
+    return ((same & causal & real) | itself)[:, None]
+
+
+def sdpa_attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The attention core of torch."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+
+
+def reference_attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The definition of the attention core."""
+    if mask is None:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    scores = (query @ key.transpose(-2, -1) * scale).masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ value
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (row M2)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend = sdpa_attend) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.nope, self.rope, self.value_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.rank, self.attend = config.kv_lora_rank, attend
+        self.scale = config.qk_head_dim**-0.5
+        if config.rope_scaling is not None:
+            self.scale *= config.rope_scaling.softmax_scale
+        hidden, width = config.hidden_size, self.num_heads * config.qk_head_dim
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.rank, LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(self.rank, self.num_heads * (self.nope + self.value_dim), bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.value_dim, hidden, bias=False)
+
+    def forward(
+        self, x_BTD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Expanded form over whole rows. `mask` is bool [B, 1, T, T], or None for one causal document a row."""
+        B, T, _ = x_BTD.shape
+        q_nope, q_rope = self._query(x_BTD, rope)
+        latent, k_rope = self._latent(x_BTD, rope)
+        expanded = self.kv_b_proj(latent).view(B, T, self.num_heads, self.nope + self.value_dim)
+        k_nope, value = expanded.split((self.nope, self.value_dim), dim=-1)
+        k_rope = k_rope[:, :, None].expand(-1, -1, self.num_heads, -1)
+        query = torch.cat((q_nope, q_rope), dim=-1).transpose(1, 2)
+        key = torch.cat((k_nope, k_rope.to(k_nope.dtype)), dim=-1).transpose(1, 2)
+        value = value.transpose(1, 2)
+        missing = self.nope + self.rope - self.value_dim
+        if missing > 0:
+            value = F.pad(value, (0, missing))
+        elif missing < 0:
+            query, key = F.pad(query, (0, -missing)), F.pad(key, (0, -missing))
+        out = self.attend(query, key, value, mask, self.scale)[..., : self.value_dim]
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, self.num_heads * self.value_dim))
+
+    def forward_cached(
+        self,
+        x_BSD: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cache_NMC: torch.Tensor,
+        view: CacheView,
+    ) -> torch.Tensor:
+        """Absorbed form: writes the new tokens' latents into the cache, then looks at the cache of each slot."""
+        B, S, _ = x_BSD.shape
+        H, R = self.num_heads, self.rank
+        latent, k_rope = self._latent(x_BSD, rope)
+        entry_BSC = torch.cat((latent, k_rope), dim=-1)
+        fresh = entry_BSC.flatten(0, 1) if view.write_mask_BS is None else entry_BSC[view.write_mask_BS]
+        cache_NMC.view(-1, R + self.rope).index_copy_(0, view.write_index, fresh.to(cache_NMC.dtype))
+        keys_BMC = cache_NMC[view.slots, : view.context_len].to(x_BSD.dtype)
+
+        q_nope, q_rope = self._query(x_BSD, rope)
+        up_key, up_value = self.kv_b_proj.weight.view(H, -1, R).split((self.nope, self.value_dim), dim=1)
+        q_latent = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), up_key).view(H, B, S, R).permute(1, 2, 0, 3)
+        query = torch.cat((q_latent, q_rope), dim=-1).reshape(B, S * H, R + self.rope)
+        scores = torch.bmm(query * self.scale, keys_BMC.transpose(1, 2)).view(B, S, H, -1)
+        weights = torch.softmax(scores + view.bias_BSM[:, :, None], dim=-1).view(B, S * H, -1)
+        mixed = torch.bmm(weights, keys_BMC[..., :R]).view(B * S, H, R).transpose(0, 1)
+        out = torch.bmm(mixed, up_value.transpose(1, 2)).transpose(0, 1).reshape(B, S, H * self.value_dim)
+        return self.o_proj(out)
+
+    def _query(self, x_BTD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [B, T, H, nope] and, rotated, [B, T, H, rope]."""
+        if hasattr(self, "q_proj"):
+            query = self.q_proj(x_BTD)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+        query = query.view(*x_BTD.shape[:2], self.num_heads, self.nope + self.rope)
+        q_nope, q_rope = query.split((self.nope, self.rope), dim=-1)
+        cos, sin = rope
+        return q_nope, apply_rope(q_rope, cos[:, :, None], sin[:, :, None])
+
+    def _latent(
+        self, x_BTD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed latents [B, T, R] and rotated shared keys [B, T, rope]: what a cache holds."""
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split((self.rank, self.rope), dim=-1)
+        return self.kv_a_layernorm(latent), apply_rope(k_rope, *rope)

@@ -1,0 +1,130 @@
+"""Mixture of experts: a router picks K of E small feed-forwards for every token; shared experts see all tokens.
+
+    s = sigmoid(W x) or softmax(W x)    ids = topk(s + b)    w = s[ids] / sum(s[ids]) * factor
+    out = sum_k w_k expert_ids_k(x) + shared(x)
+
+The correction bias b only selects: gate weights come from the unbiased s, so the gradient reaches the router whatever
+was selected, a replayed expert beyond the own top-k included (fault 29).
+Source: report §3 and App. B; DeepSeek-V3 paper (sigmoid scores, bias from load, group-limited selection); rows M5 M6.
+A group's score is the sum of its two best biased scores. The router computes in float32 even under autocast.
+Choice: tokens are sorted by expert, two grouped GEMMs run, and index_add sums in a fixed order: no loop over tokens.
+Choice: the bias is centred after every update; a common offset changes no selection and only drifts (fault 59).
+
+Shape letters: B batch, T tokens, D model, E experts, K experts a token, F ffn.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from composer2.kernels.grouped import grouped_mm
+from composer2.model.config import ModelConfig
+from composer2.model.layers import SwiGLU
+from composer2.model.router_replay import Selection, replay_selection
+
+
+class Router(nn.Module):
+    """Scores, selects and weighs experts."""
+
+    e_score_correction_bias: torch.Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(config.n_routed_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
+
+    def forward(
+        self, x_TD: torch.Tensor, routes_TK: torch.Tensor | None = None, tau: float = 0.0
+    ) -> tuple[Selection, torch.Tensor]:
+        """The selection and its gate weights [T, K] (at least float32)."""
+        scores_TE = self.scores(x_TD)
+        ranking_TE, own_TK = self.rank(scores_TE)
+        if routes_TK is None:
+            selection = Selection(expert_ids_TK=own_TK)
+        else:
+            selection = replay_selection(scores_TE, ranking_TE, own_TK, routes_TK, tau)
+        weights_TK = scores_TE.gather(1, selection.expert_ids_TK)
+        if self.config.norm_topk_prob:
+            weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + 1e-20)
+        return selection, weights_TK * self.config.routed_scaling_factor
+
+    def scores(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Unbiased gate scores [T, E], in float32 or better."""
+        dtype = torch.promote_types(torch.promote_types(x_TD.dtype, self.weight.dtype), torch.float32)
+        with torch.autocast(device_type=x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype))
+        return logits_TE.sigmoid() if self.config.scoring_func == "sigmoid" else logits_TE.softmax(dim=-1)
+
+    @torch.no_grad()
+    def rank(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What experts are ranked by (biased scores, -inf outside the best groups) and the router's own top-k."""
+        ranking_TE = scores_TE + self.e_score_correction_bias.to(scores_TE.dtype)
+        groups, allowed = self.config.n_group, self.config.topk_group
+        if allowed < groups:
+            by_group = ranking_TE.view(len(ranking_TE), groups, -1)
+            group_scores = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+            best = group_scores.topk(allowed, dim=-1).indices
+            outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+            ranking_TE = by_group.masked_fill(outside[..., None], float("-inf")).flatten(1)
+        return ranking_TE, ranking_TE.topk(self.config.num_experts_per_tok, dim=-1).indices
+
+    @torch.no_grad()
+    def update_bias(self, tokens_per_expert_E: torch.Tensor, rate: float) -> None:
+        """b += rate * sign(mean load - load), then the mean of b is removed. A layer without tokens stays as it is."""
+        load = tokens_per_expert_E.to(device=self.weight.device, dtype=torch.float64)
+        bias = self.e_score_correction_bias.double() + rate * torch.sign(load.mean() - load)
+        self.e_score_correction_bias.copy_(bias - bias.mean())
+
+
+class Experts(nn.Module):
+    """E gated feed-forwards as two stacks of matrices."""
+
+    def __init__(self, config: ModelConfig, grouped_backend: str = "auto") -> None:
+        super().__init__()
+        experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.zeros(experts, hidden, width))
+        self.grouped_backend = grouped_backend
+
+    def forward(self, x_TD: torch.Tensor, expert_ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Weighted sum over each token's experts, [T, D], in the dtype of the weights times that of x."""
+        tokens, chosen = expert_ids_TK.shape
+        sorted_ids, order = expert_ids_TK.flatten().sort(stable=True)
+        token_of_row = order // chosen
+        counts_E = torch.bincount(sorted_ids, minlength=len(self.down_proj))
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        gate_up: torch.Tensor = self.gate_up_proj
+        down: torch.Tensor = self.down_proj
+        if torch.is_autocast_enabled(x_TD.device.type):
+            dtype = torch.get_autocast_dtype(x_TD.device.type)
+            x_TD, gate_up, down = x_TD.to(dtype), gate_up.to(dtype), down.to(dtype)
+        rows = x_TD.index_select(0, token_of_row)
+        gate, up = grouped_mm(rows, gate_up, offsets_E, backend=self.grouped_backend).chunk(2, dim=-1)
+        rows = grouped_mm(F.silu(gate) * up, down, offsets_E, backend=self.grouped_backend)
+        rows = rows * weights_TK.flatten().index_select(0, order)[:, None]
+        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_of_row, rows)
+
+
+class MoE(nn.Module):
+    """Routed experts and, when there are any, shared experts (row M5)."""
+
+    def __init__(self, config: ModelConfig, grouped_backend: str = "auto") -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config, grouped_backend)
+        shared = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
+
+    def forward(
+        self, x_BTD: torch.Tensor, routes_BTK: torch.Tensor | None = None, tau: float = 0.0
+    ) -> tuple[torch.Tensor, Selection]:
+        x_TD = x_BTD.flatten(0, 1)
+        routes_TK = None if routes_BTK is None else routes_BTK.flatten(0, 1)
+        selection, weights_TK = self.gate(x_TD, routes_TK, tau)
+        out = self.experts(x_TD, selection.expert_ids_TK, weights_TK).view_as(x_BTD).to(x_BTD.dtype)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x_BTD)
+        return out, selection
