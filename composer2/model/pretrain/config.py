@@ -80,7 +80,14 @@ class CptConfig:
         _check(
             self,
             positive=("phase1_steps", "phase1_rows", "phase2_rows", "lr", "phase2_lr", "eval_rows", "accumulation"),
-            not_negative=("phase2_steps", "warmup_steps", "phase2_warmup_steps", "weight_decay", "clip"),
+            not_negative=(
+                "phase2_steps",
+                "warmup_steps",
+                "phase2_warmup_steps",
+                "weight_decay",
+                "clip",
+                "router_bias_rate",
+            ),
         )
         for name in ("phase1_seq_len", "phase2_seq_len"):
             if getattr(self, name) < 2:
@@ -139,6 +146,8 @@ class MtpConfig:
     """Micro-batches a step is cut into."""
     autocast: AutocastMode = "bf16"
     """bf16 or off (fp32)."""
+    router_bias_rate: float = 1e-3
+    """Step of the correction bias of the MTP layers' routers."""
     joint_weight: float = 0.1
     """Weight of the MTP loss in phase 2 and in supervised fine-tuning; 0 leaves the MTP layers out."""
 
@@ -146,7 +155,7 @@ class MtpConfig:
         _check(
             self,
             positive=("rows", "lr", "accumulation"),
-            not_negative=("num_steps", "warmup_steps", "weight_decay", "clip", "joint_weight"),
+            not_negative=("num_steps", "warmup_steps", "weight_decay", "clip", "router_bias_rate", "joint_weight"),
         )
         if self.seq_len < 3:
             raise ValueError(f"MtpConfig.seq_len is {self.seq_len}, accepted is 3 or more")

@@ -26,8 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from composer2.model.moe import MoE
 from composer2.model.pretrain.data import PretrainBatch
 from composer2.model.pretrain.optim import clip_gradients
+from composer2.model.transformer import Transformer
 
 AutocastMode = Literal["off", "bf16"]
 StepMetrics = dict[str, float]
@@ -56,14 +58,16 @@ class LossOutput:
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Detached scalars reported under their names, divided by the weight of the step."""
     tokens_per_expert_LE: torch.Tensor | None = None
-    """Load of every expert, for the correction bias."""
+    """Load of every expert of the trunk, for the correction bias."""
+    mtp_tokens_per_expert_NE: torch.Tensor | None = None
+    """The same of the MTP modules."""
 
 
-LossFn = Callable[[nn.Module, TensorBatch], LossOutput]
+LossFn = Callable[[Transformer, TensorBatch], LossOutput]
 
 
 def train(
-    model: Any,
+    model: Transformer,
     optimizer: torch.optim.Optimizer,
     schedule: Callable[[int], float],
     batches: Callable[[int], PretrainBatch],
@@ -90,7 +94,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = batches(step)
-        metrics, load_LE = _accumulate(model, batch, loss_fn, accumulation, autocast)
+        metrics, load_LE, mtp_load_NE = _accumulate(model, batch, loss_fn, accumulation, autocast)
         grad_norm = clip_gradients(optimizer, clip)
         if not np.isfinite(metrics["loss"]) or not np.isfinite(grad_norm):
             raise FloatingPointError(
@@ -103,6 +107,10 @@ def train(
             metrics["router_max_violation"] = float((load_LE / mean_L1).max() - 1)
             if router_bias_rate > 0:
                 model.update_router_bias(load_LE, router_bias_rate)
+        if mtp_load_NE is not None and router_bias_rate > 0:
+            for module, load_E in zip(model.mtp, mtp_load_NE, strict=True):
+                assert isinstance(module.block.mlp, MoE)
+                module.block.mlp.gate.update_bias(load_E, router_bias_rate)
         step += 1
         metrics |= {"step": step, "lr": lr, "grad_norm": grad_norm, "tokens": batch.num_tokens}
         metrics["seconds"] = time.perf_counter() - started
@@ -114,24 +122,29 @@ def train(
 
 
 def _accumulate(
-    model: nn.Module, batch: PretrainBatch, loss_fn: LossFn, accumulation: int, autocast: AutocastMode
-) -> tuple[StepMetrics, torch.Tensor | None]:
-    """Forward and backward over all micro-batches; returns means over the step and the summed expert load."""
+    model: Transformer, batch: PretrainBatch, loss_fn: LossFn, accumulation: int, autocast: AutocastMode
+) -> tuple[StepMetrics, torch.Tensor | None, torch.Tensor | None]:
+    """Forward and backward over all micro-batches; means over the step, and the expert loads of trunk and MTP."""
     weight = float(batch.weights.sum(dtype=np.float64))
     if weight <= 0:
         raise ValueError(f"the weights of a batch sum to {weight}, accepted is at least one token with weight above 0")
     device = device_of(model)
     totals: dict[str, torch.Tensor] = {}
     load_LE: torch.Tensor | None = None
+    mtp_load_NE: torch.Tensor | None = None
     for micro in micro_batches(batch, accumulation):
         with autocast_context(device, autocast):
             output = loss_fn(model, to_tensors(micro, device))
         (output.loss_sum / weight).backward()
         for name, value in {"loss": output.loss_sum.detach(), **output.sums}.items():
             totals[name] = totals[name] + value if name in totals else value
-        if output.tokens_per_expert_LE is not None:
-            load_LE = output.tokens_per_expert_LE if load_LE is None else load_LE + output.tokens_per_expert_LE
-    return {name: float(value) / weight for name, value in totals.items()}, load_LE
+        load_LE = _add(load_LE, output.tokens_per_expert_LE)
+        mtp_load_NE = _add(mtp_load_NE, output.mtp_tokens_per_expert_NE)
+    return {name: float(value) / weight for name, value in totals.items()}, load_LE, mtp_load_NE
+
+
+def _add(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+    return part if total is None else total if part is None else total + part
 
 
 def micro_batches(batch: PretrainBatch, count: int) -> Iterator[PretrainBatch]:
@@ -180,7 +193,7 @@ def next_token_nll_sum(logits_BTV: torch.Tensor, batch: TensorBatch) -> torch.Te
     return (nll_BT * batch.weights_BT[:, 1:].flatten()).sum()
 
 
-def next_token_loss(model: Any, batch: TensorBatch) -> LossOutput:
+def next_token_loss(model: Transformer, batch: TensorBatch) -> LossOutput:
     """The loss of continued pretraining and of supervised fine-tuning without MTP."""
     output = model(batch.token_ids_BT, position_ids_BT=batch.position_ids_BT, document_ids_BT=batch.document_ids_BT)
     return LossOutput(
@@ -191,7 +204,7 @@ def next_token_loss(model: Any, batch: TensorBatch) -> LossOutput:
 
 @torch.no_grad()
 def evaluate_loss(
-    model: Any, rows: PretrainBatch, *, rows_per_batch: int = 16, autocast: AutocastMode = "off"
+    model: Transformer, rows: PretrainBatch, *, rows_per_batch: int = 16, autocast: AutocastMode = "off"
 ) -> float:
     """Weighted mean nll in nats a token over all rows."""
     device = device_of(model)

@@ -10,23 +10,21 @@ does at position t + k. With p the main head's distribution there (no gradient) 
   acceptance = sum_t w_{t+k+1} sum_v min(p, q) / sum_t w_{t+k+1}
 the second being the chance that speculative sampling at temperature 1 keeps a draft of q. w counts only where t and
 t + k + 1 lie in one document.
-Choice: from scratch the trunk runs without gradient and every parameter outside the MTP layers is frozen, the shared
-embedding and head included, so distillation cannot move the model it copies.
+Choice: from scratch the trunk runs without gradient and the shared embedding and head are detached, so distillation
+cannot move the model it copies.
 
 Shape letters: B rows, T tokens, D model, V vocab.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from composer2.model.mtp import MTPOutput
 from composer2.model.pretrain.data import PretrainBatch
 from composer2.model.pretrain.loop import (
     AutocastMode,
@@ -39,6 +37,7 @@ from composer2.model.pretrain.loop import (
     to_tensors,
 )
 from composer2.model.pretrain.state import CheckpointError, list_states, load_state_from
+from composer2.model.transformer import ModelOutput, Transformer
 
 
 def mtp_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -51,7 +50,7 @@ def trunk_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith("mtp.")]
 
 
-def mid_run_copy(model: nn.Module, folder: Path | str) -> Any:
+def mid_run_copy(model: Transformer, folder: Path | str) -> Transformer:
     """A copy of `model` holding the weights of the newest checkpoint of `folder`; CheckpointError without one."""
     states = list_states(folder)
     if not states:
@@ -61,22 +60,10 @@ def mid_run_copy(model: nn.Module, folder: Path | str) -> Any:
     return duplicate
 
 
-def move_mtp(source: Any, target: Any) -> None:
+def move_mtp(source: Transformer, target: Transformer) -> None:
     """Give `target` the MTP layers of `source`; nothing else changes."""
-    target.mtp.load_state_dict(source.mtp.state_dict())
-
-
-@contextlib.contextmanager
-def frozen_trunk(model: nn.Module) -> Iterator[None]:
-    """Inside, only the MTP layers require gradient."""
-    trainable = [parameter for _, parameter in trunk_parameters(model) if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    for theirs, ours in zip(source.mtp, target.mtp, strict=True):
+        ours.load_state_dict(theirs.state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,26 +93,32 @@ def draft_weights(batch: TensorBatch, depth: int) -> torch.Tensor:
     return batch.weights_BT[:, ahead:] * is_same_BS
 
 
-def mtp_only_loss(model: Any, batch: TensorBatch) -> LossOutput:
-    """Self-distillation with the trunk detached: no gradient outside the MTP layers (use inside `frozen_trunk`)."""
+def mtp_only_loss(model: Transformer, batch: TensorBatch) -> LossOutput:
+    """Self-distillation with the trunk detached: no gradient outside the MTP layers."""
     with torch.no_grad():
         output = _forward(model, batch)
-    drafts = _drafts(model, output.trunk_BTD.detach(), batch)
-    loss_sum = distillation_sum(output.logits_BTV, drafts, batch)
-    return LossOutput(loss_sum=loss_sum, sums={"mtp_loss": loss_sum.detach()})
+    drafts = _drafts(model, output.trunk_BTD, batch, detach_trunk=True)
+    loss_sum = distillation_sum(output.logits_BTV, drafts.logits, batch)
+    return LossOutput(
+        loss_sum=loss_sum,
+        sums={"mtp_loss": loss_sum.detach()},
+        mtp_tokens_per_expert_NE=drafts.tokens_per_expert_NE,
+    )
 
 
 def joint_loss(mtp_weight: float) -> LossFn:
     """Next-token loss plus `mtp_weight` times self-distillation, the trunk learning from both."""
 
-    def loss(model: Any, batch: TensorBatch) -> LossOutput:
+    def loss(model: Transformer, batch: TensorBatch) -> LossOutput:
         output = _forward(model, batch)
         nll_sum = next_token_nll_sum(output.logits_BTV, batch)
-        kl_sum = distillation_sum(output.logits_BTV, _drafts(model, output.trunk_BTD, batch), batch)
+        drafts = _drafts(model, output.trunk_BTD, batch)
+        kl_sum = distillation_sum(output.logits_BTV, drafts.logits, batch)
         return LossOutput(
             loss_sum=nll_sum + mtp_weight * kl_sum,
             sums={"next_token_loss": nll_sum.detach(), "mtp_loss": kl_sum.detach()},
             tokens_per_expert_LE=output.routing.tokens_per_expert_LE,
+            mtp_tokens_per_expert_NE=drafts.tokens_per_expert_NE,
         )
 
     return loss
@@ -133,7 +126,7 @@ def joint_loss(mtp_weight: float) -> LossFn:
 
 @torch.no_grad()
 def measure_mtp_acceptance(
-    model: Any, rows: PretrainBatch, *, rows_per_batch: int = 16, autocast: AutocastMode = "off"
+    model: Transformer, rows: PretrainBatch, *, rows_per_batch: int = 16, autocast: AutocastMode = "off"
 ) -> tuple[float, ...]:
     """Acceptance of each MTP layer over the weighted tokens of the rows, at temperature 1."""
     device = device_of(model)
@@ -145,7 +138,7 @@ def measure_mtp_acceptance(
             output = _forward(model, batch)
             drafts = _drafts(model, output.trunk_BTD, batch)
         p_BTV = torch.softmax(output.logits_BTV.float(), dim=-1)
-        for depth, logits_BTV in enumerate(drafts, start=1):
+        for depth, logits_BTV in enumerate(drafts.logits, start=1):
             weights_BS = draft_weights(batch, depth)
             length = weights_BS.shape[1]
             q_BSV = torch.softmax(logits_BTV[:, :length].float(), dim=-1)
@@ -157,14 +150,17 @@ def measure_mtp_acceptance(
     return tuple(a / w for a, w in zip(accepted, weight, strict=True))
 
 
-def _forward(model: Any, batch: TensorBatch) -> Any:
+def _forward(model: Transformer, batch: TensorBatch) -> ModelOutput:
     return model(batch.token_ids_BT, position_ids_BT=batch.position_ids_BT, document_ids_BT=batch.document_ids_BT)
 
 
-def _drafts(model: Any, trunk_BTD: torch.Tensor, batch: TensorBatch) -> list[torch.Tensor]:
-    return model.mtp_logits(
+def _drafts(
+    model: Transformer, trunk_BTD: torch.Tensor, batch: TensorBatch, *, detach_trunk: bool = False
+) -> MTPOutput:
+    return model.mtp_forward(
         trunk_BTD,
         batch.token_ids_BT,
         position_ids_BT=batch.position_ids_BT,
         document_ids_BT=batch.document_ids_BT,
+        detach_trunk=detach_trunk,
     )

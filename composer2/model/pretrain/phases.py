@@ -15,18 +15,19 @@ and returns at once, so a recipe resumes by calling the same functions again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from composer2.model.config import ModelConfig, YarnConfig
 from composer2.model.pretrain.config import CptConfig, MtpConfig, SftConfig
 from composer2.model.pretrain.data import Example, PackedBatches, PretrainBatch, TokenisedCorpus, pack_examples
 from composer2.model.pretrain.loop import AutocastMode, LossFn, StepMetrics, evaluate_loss, next_token_loss, train
-from composer2.model.pretrain.mtp import frozen_trunk, joint_loss, mtp_only_loss, mtp_parameters, trunk_parameters
+from composer2.model.pretrain.mtp import joint_loss, mtp_only_loss, mtp_parameters, trunk_parameters
 from composer2.model.pretrain.optim import OptimConfig, make_optimizer
 from composer2.model.pretrain.state import list_states, load_state, save_state
+from composer2.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class PhaseSpec:
     """Actions by number of steps taken, done before the checkpoint of that step."""
 
 
-def run_phase(model: Any, spec: PhaseSpec, control: RunControl) -> PhaseResult:
+def run_phase(model: Transformer, spec: PhaseSpec, control: RunControl) -> PhaseResult:
     """Resume from the newest checkpoint of the folder, train to the end or to a stop, save, report."""
     optimizer = make_optimizer(spec.parameters, spec.optim)
     step, tokens, evals = 0, 0, list[EvalPoint]()
@@ -161,7 +162,7 @@ def run_phase(model: Any, spec: PhaseSpec, control: RunControl) -> PhaseResult:
 
 
 def run_cpt(
-    model: Any,
+    model: Transformer,
     corpus: TokenisedCorpus,
     config: CptConfig,
     *,
@@ -195,25 +196,35 @@ def run_cpt(
 
 
 def train_mtp_from_scratch(
-    model: Any, corpus: TokenisedCorpus, config: MtpConfig, *, seed: int, control: RunControl
+    model: Transformer, corpus: TokenisedCorpus, config: MtpConfig, *, seed: int, control: RunControl
 ) -> PhaseResult:
     """Train only the MTP layers of `model` by self-distillation, on the mix and in the order of phase 1."""
-    with frozen_trunk(model):
-        spec = PhaseSpec(
-            optim=config.optim(),
-            batches=PackedBatches(corpus, seq_len=config.seq_len, num_rows=config.rows, seed=seed),
-            loss_fn=mtp_only_loss,
-            parameters=mtp_parameters(model),
-            accumulation=config.accumulation,
-            autocast=config.autocast,
-        )
-        return run_phase(model, spec, control)
+    spec = PhaseSpec(
+        optim=config.optim(),
+        batches=PackedBatches(corpus, seq_len=config.seq_len, num_rows=config.rows, seed=seed),
+        loss_fn=mtp_only_loss,
+        parameters=mtp_parameters(model),
+        accumulation=config.accumulation,
+        autocast=config.autocast,
+        router_bias_rate=config.router_bias_rate,
+    )
+    return run_phase(model, spec, control)
 
 
-def extend_context(model: Any, new_config: Any) -> Any:
+def long_context_config(config: ModelConfig, *, trained_len: int, new_len: int) -> ModelConfig:
+    """The config of phase 2: YaRN from `trained_len` to `new_len` positions, both magnitude constants 1."""
+    if new_len <= trained_len:
+        raise ValueError(f"new_len is {new_len}, accepted is more than trained_len {trained_len}")
+    yarn = YarnConfig(
+        factor=new_len / trained_len, original_max_position_embeddings=trained_len, mscale=1.0, mscale_all_dim=1.0
+    )
+    return replace(config, rope_scaling=yarn, max_position_embeddings=new_len)
+
+
+def extend_context(model: Transformer, new_config: ModelConfig) -> Transformer:
     """A model of `new_config` with the weights of `model`; only RoPE scaling and length may differ."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    extended = type(model)(new_config)
+    extended = Transformer(new_config)
     for name, tensor in extended.state_dict().items():
         if shapes.get(name) != tuple(tensor.shape):
             raise ValueError(
@@ -224,7 +235,7 @@ def extend_context(model: Any, new_config: Any) -> Any:
 
 
 def run_long_context(
-    model: Any, corpus: TokenisedCorpus, config: CptConfig, *, mtp_weight: float, seed: int, control: RunControl
+    model: Transformer, corpus: TokenisedCorpus, config: CptConfig, *, mtp_weight: float, seed: int, control: RunControl
 ) -> PhaseResult:
     """Phase 2: long rows on an extended model, MTP layers trained jointly. Evaluates before and after."""
     spec = PhaseSpec(
@@ -242,7 +253,7 @@ def run_long_context(
 
 
 def run_sft(
-    model: Any,
+    model: Transformer,
     examples: Callable[[int], list[Example]],
     config: SftConfig,
     *,
