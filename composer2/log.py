@@ -365,9 +365,14 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return pairs
 
 
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """Objects of a JSONL file in order; an absent file is an empty list, a torn last line is left out."""
+    return [record for _, record in _whole_lines(Path(path))]
+
+
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Records of a metrics file in order; an absent file is an empty list, a torn last line is left out."""
-    return [{key: _revive(value) for key, value in record.items()} for _, record in _whole_lines(Path(path))]
+    """Records of a metrics file in order, as `read_jsonl`, with nan and infinities as floats again."""
+    return [{key: _revive(value) for key, value in record.items()} for record in read_jsonl(path)]
 
 
 def without_time(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -125,7 +125,9 @@ def test_fail_exits_with_code_two(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(3, "3"), (12345, "12,345"), (0.123456, "0.1235"), (0.0000123, "1.23e-05"), (0.0, "0"), (np.float32(0.5), "0.5"), (123456.7, "123,457"),
+    [(3, "3"),
+     (12345, "12,345"), (0.123456, "0.1235"), (0.0000123, "1.23e-05"), (0.0, "0"),
+     (np.float32(0.5), "0.5"), (123456.7, "123,457"),
      (True, "True"), ("x", "x"), (math.inf, "inf")],
 )  # fmt: skip
 def test_format_figure(value: object, text: str):
