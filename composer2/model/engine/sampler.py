@@ -1,0 +1,99 @@
+"""Drawing tokens: logits of a batch come in, token ids and their log-probs come out.
+
+p = softmax(logits / temperature); a token is the first one whose cumulative probability exceeds u, a uniform number
+that depends on the request's seed and the token's position alone (a counter-based hash, no generator state). Neighbours
+in the batch, other requests and restarts therefore change nothing.
+
+Source: rows I1 (seeded sampling; temperature, top-p, top-k) and R3 (behaviour log-probs).
+The log-prob is always that of the full softmax at the sampling temperature, never renormalised over what top-k and
+top-p kept: the trainer computes the same quantity, and their ratio must be 1 for equal weights.
+Choice: top-k cuts first, top-p then counts within what is left, as vLLM does.
+
+Shape letters: B requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HEAD = 64
+"""Tokens looked at first when top-k or top-p limits a row."""
+
+_MASK = (1 << 64) - 1
+
+
+def uniforms(seeds_B: list[int], positions_B: list[int]) -> np.ndarray:
+    """float64 [B] in [0, 1): splitmix64 of seed, then of position."""
+    seeds = np.array([seed & _MASK for seed in seeds_B], dtype=np.uint64)
+    counters = np.array(positions_B, dtype=np.uint64)
+    bits = _splitmix64(_splitmix64(seeds) ^ (counters * np.uint64(0xD1342543DE82EF95)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits_BV: Tensor,
+    *,
+    temperature_B: Tensor,
+    top_p_B: Tensor,
+    top_k_B: Tensor,
+    uniform_B: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B] and log-probs float32 [B]. Temperature 0 takes the argmax, log-prob then at temperature 1.
+
+    `temperature_B`, `top_p_B` and `uniform_B` are float64; `top_k_B` is int64, 0 for off. Logits that are NaN or
+    +inf raise FloatingPointError.
+    """
+    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+    is_greedy_B = temperature_B == 0
+    divisor_B = torch.where(is_greedy_B, 1.0, temperature_B).to(logits_BV.dtype)
+    logprobs_BV = torch.log_softmax(logits_BV / divisor_B[:, None], dim=-1)
+    probs_BV = logprobs_BV.exp()
+    limited_B = ((top_k_B > 0) | (top_p_B < 1)) & ~is_greedy_B
+    if limited_B.any():
+        probs_BV[limited_B] = _limit(probs_BV[limited_B], top_p_B[limited_B], top_k_B[limited_B])
+    cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)
+    total_B = cumulative_BV[:, -1]
+    if not torch.isfinite(total_B).all():
+        raise FloatingPointError("logits are not finite, nothing can be sampled from them")
+    # Strictly below the total, so that rounding never lands behind the last token of positive probability.
+    target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    tokens_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+    if is_greedy_B.any():
+        tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), tokens_B)
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0].float()
+
+
+def _limit(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
+    """Zero what top-k and top-p exclude; at least the most probable token stays.
+
+    Most rows are decided by their head, the `HEAD` most probable tokens, and need no sort of the whole vocabulary.
+    """
+    head_BK, order_BK = probs_BV.topk(min(HEAD, probs_BV.shape[-1]), dim=-1)
+    by_top_p_B = (top_k_B == 0) & (head_BK.sum(-1, dtype=torch.float64) > top_p_B + 1e-6)
+    by_head_B = by_top_p_B | ((top_k_B > 0) & (top_k_B <= head_BK.shape[-1]))
+    limited_BV = torch.zeros_like(probs_BV).scatter(1, order_BK, _cut(head_BK, top_p_B, top_k_B))
+    if not by_head_B.all():
+        rest_B = ~by_head_B
+        sorted_BV, order_BV = torch.sort(probs_BV[rest_B], dim=-1, descending=True, stable=True)
+        cut_BV = _cut(sorted_BV, top_p_B[rest_B], top_k_B[rest_B])
+        limited_BV[rest_B] = torch.zeros_like(sorted_BV).scatter(1, order_BV, cut_BV)
+    return limited_BV
+
+
+def _cut(sorted_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
+    """Descending probabilities with the excluded ones set to 0. Without top-k, they are of a whole of 1."""
+    ranks_V = torch.arange(sorted_BV.shape[-1], device=sorted_BV.device)
+    off_B1 = (top_k_B == 0)[:, None]
+    exact_BV = sorted_BV.double().masked_fill(~off_B1 & (ranks_V >= top_k_B[:, None]), 0.0)
+    whole_B1 = torch.where(off_B1, 1.0, exact_BV.sum(-1, keepdim=True))
+    is_kept_BV = (exact_BV.cumsum(-1) - exact_BV < top_p_B[:, None] * whole_B1) | (top_p_B[:, None] == 1)
+    return torch.where(is_kept_BV, exact_BV, 0.0).to(sorted_BV.dtype)
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

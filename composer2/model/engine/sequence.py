@@ -1,0 +1,106 @@
+"""What the engine works on: a `Request` comes in, a `Sequence` is its life inside, a `Finished` goes out.
+
+Source: row I1 (per-token log-probs and router indices returned; token ids are the truth), row A3 (each token carries
+the policy version that produced it).
+
+Shape letters: T tokens of the context, N sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from composer2.types import Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from composer2.model.engine.cache import Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Continue one context. A session has at most one request in the engine at a time."""
+
+    token_ids: tuple[int, ...]
+    """The whole context [T], T >= 1."""
+    params: SamplingParams
+    session: str
+    """Names the cache: a later request of the same session prefills only what is new."""
+    group: str = ""
+    """Sessions of one group lend each other the cache of a common prefix."""
+    seed: int = 0
+    """Decides the tokens together with their positions: same seed and context, same tokens."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        if not self.token_ids:
+            raise ValueError("Request.token_ids is empty, accepted is at least one token")
+        if not (params.temperature >= 0 and math.isfinite(params.temperature)):
+            raise ValueError(f"SamplingParams.temperature is {params.temperature}, accepted is a finite number >= 0")
+        if not 0 < params.top_p <= 1:
+            raise ValueError(f"SamplingParams.top_p is {params.top_p}, accepted is 0 < top_p <= 1")
+        if params.top_k < 0:
+            raise ValueError(f"SamplingParams.top_k is {params.top_k}, accepted is 0 (off) or more")
+        if params.max_tokens < 1:
+            raise ValueError(f"SamplingParams.max_tokens is {params.max_tokens}, accepted is 1 or more")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """A request in progress. `token_ids` grows by one token a step; its last token is not in the cache yet."""
+
+    request_id: int
+    request: Request
+    token_ids: list[int]
+    """Context, then sampled tokens."""
+    num_prompt: int
+    stop_ids: frozenset[int]
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    slot: Slot | None = None
+    """The cache slot, from admission on."""
+
+    @classmethod
+    def of(cls, request_id: int, request: Request) -> Sequence:
+        """A fresh sequence that has sampled nothing."""
+        return cls(
+            request_id=request_id,
+            request=request,
+            token_ids=list(request.token_ids),
+            num_prompt=len(request.token_ids),
+            stop_ids=frozenset(request.params.stop_ids),
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens to prefill before the last token can be decoded."""
+        assert self.slot is not None
+        return len(self.token_ids) - 1 - self.slot.num_cached
+
+    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
+        """Take one sampled token."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.policy_versions.append(policy_version)
+
+    def finish_reason(self, max_len: int) -> str | None:
+        """`stop`, `length`, or None while more tokens may come."""
+        if self.num_sampled and self.token_ids[-1] in self.stop_ids:
+            return "stop"
+        if self.num_sampled >= self.request.params.max_tokens or len(self.token_ids) >= max_len:
+            return "length"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One request done (or cancelled)."""
+
+    request_id: int
+    session: str
+    generation: Generation
