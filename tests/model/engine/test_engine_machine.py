@@ -1,0 +1,146 @@
+"""Random arrivals, turns, cancellations, releases and weight updates: no slot is lost, no request unanswered, and every
+finished request has the tokens it would have had alone."""
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from composer2.model.config import ModelConfig
+from composer2.model.engine.engine import Engine
+from composer2.model.engine.sequence import Request
+from composer2.model.transformer import Transformer, init_weights
+from composer2.types import SamplingParams
+
+CONFIG = ModelConfig(
+    vocab_size=16,
+    hidden_size=16,
+    num_hidden_layers=2,
+    intermediate_size=16,
+    moe_intermediate_size=8,
+    n_routed_experts=4,
+    num_attention_heads=2,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    max_position_embeddings=32,
+    initializer_range=0.4,
+    num_nextn_predict_layers=0,
+)
+NUM_SLOTS, MAX_LEN = 3, 32
+
+
+def make_model(seed: int) -> Transformer:
+    model = Transformer(CONFIG)
+    init_weights(model, seed)
+    return model
+
+
+MODELS = [make_model(seed) for seed in range(2)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Engine(
+            MODELS[0], num_slots=NUM_SLOTS, max_len=MAX_LEN, dtype=torch.float64, max_prefill_tokens=20
+        )
+        self.version = 0
+        self.open: dict[int, Request] = {}
+        self.may_be_mixed: set[str] = set()
+        """Sessions whose cache may hold positions of older weights."""
+        self.contexts: dict[str, list[int]] = {}
+        self.cancelled: set[int] = set()
+
+    def busy(self) -> set[str]:
+        return {request.session for request in self.open.values()}
+
+    @rule(session=st.integers(0, 6), tail=st.lists(st.integers(0, 15), min_size=1, max_size=4), seed=st.integers(0, 99))
+    def submit(self, session: int, tail: list[int], seed: int) -> None:
+        name, group = f"s{session}", f"g{session % 2}"
+        if name in self.busy():
+            return
+        prompt = np.random.default_rng(session % 2).integers(0, 16, 9).tolist()
+        token_ids = self.contexts.get(name, prompt) + tail
+        if len(token_ids) > MAX_LEN - 4:
+            token_ids = prompt + tail
+        params = SamplingParams(max_tokens=1 + seed % 5, stop_ids=(3,))
+        request = Request(token_ids=tuple(token_ids), params=params, session=name, group=group, seed=seed)
+        self.open[self.engine.submit(request)] = request
+
+    @rule()
+    def step(self) -> None:
+        for finished in self.engine.step():
+            request = self.open.pop(finished.request_id)
+            generation = finished.generation
+            self.contexts[request.session] = [*request.token_ids, *generation.token_ids.tolist()]
+            assert len(generation.routes) == len(self.contexts[request.session])
+            assert len(generation.logprobs) == len(generation.policy_versions) == len(generation.token_ids)
+            assert (np.diff(generation.policy_versions) >= 0).all()
+            if finished.request_id in self.cancelled:
+                assert generation.finish_reason == "cancelled"
+                continue
+            assert generation.finish_reason in ("stop", "length")
+            assert (generation.routes[:-1] >= 0).all()
+            if request.session not in self.may_be_mixed:
+                self.check_alone(request, generation)
+
+    def check_alone(self, request: Request, generation) -> None:
+        alone = Engine(MODELS[self.version % 2], num_slots=1, max_len=MAX_LEN, dtype=torch.float64)
+        alone.submit(request)
+        while True:
+            if done := alone.step():
+                break
+        expected = done[0].generation
+        assert generation.token_ids.tolist() == expected.token_ids.tolist()
+        assert np.allclose(generation.logprobs, expected.logprobs, atol=1e-6)
+        assert np.array_equal(generation.routes, expected.routes)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.open)))
+        self.engine.cancel(request_id)
+        self.cancelled.add(request_id)
+
+    @rule(session=st.integers(0, 6))
+    def release(self, session: int) -> None:
+        name = f"s{session}"
+        self.cancelled |= {request_id for request_id, request in self.open.items() if request.session == name}
+        self.engine.release(name)
+        if name not in self.busy():
+            self.may_be_mixed.discard(name)
+        self.contexts.pop(name, None)
+
+    @rule(recompute=st.booleans())
+    def load_weights(self, recompute: bool) -> None:
+        self.version += 1
+        self.engine.load_weights(
+            MODELS[self.version % 2].state_dict(), self.version, "recompute" if recompute else "keep"
+        )
+        # Anything sampled partly before the push, or on a kept cache, has no single-version twin.
+        self.may_be_mixed |= self.busy() | (set() if recompute else {slot.session for slot in self.engine.cache.slots})
+
+    @invariant()
+    def slots_are_conserved(self) -> None:
+        cache = self.engine.cache
+        indices = [slot.index for slot in cache.slots]
+        assert len(set(indices)) == len(indices)
+        assert len(indices) + cache.num_free == NUM_SLOTS
+        running = {sequence.slot.index for sequence in self.engine.scheduler.running}
+        assert running == {slot.index for slot in cache.slots if slot.is_busy}
+        assert all(slot.num_cached <= len(slot.token_ids) <= MAX_LEN for slot in cache.slots)
+
+    def teardown(self) -> None:
+        for _ in range(200):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.open
+        assert self.engine.num_running == self.engine.num_waiting == 0
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
