@@ -459,6 +459,8 @@ class ParsedTurn:
     """In order; a ToolResult stands for a call too broken to become a ToolCall, and holds the error for the model."""
     ended: bool = True
     """False when the end-of-turn token is missing (cut by length)."""
+    num_text_tokens: int = 0
+    """Tokens of the text outside the calls, the stop token not counted."""
 
 
 class Template(Protocol):

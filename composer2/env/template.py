@@ -167,7 +167,7 @@ class TinyTemplate:
                 calls.append(malformed(f"{name} was cut before <|end|>"))
             else:
                 calls.append(self._parse_call(name, ids[start + 1 : stop]))
-        return ParsedTurn(text=text, calls=tuple(calls), ended=ended)
+        return ParsedTurn(text=text, calls=tuple(calls), ended=ended, num_text_tokens=len(head))
 
     def _parse_call(self, name: str, ids: Sequence[int]) -> ToolCall | ToolResult:
         pieces: list[list[int]] = [[]]
