@@ -70,7 +70,11 @@ class EngineMachine(RuleBasedStateMachine):
         request = Request(token_ids=tuple(token_ids), params=params, session=name, group=group, seed=seed)
         self.open[self.engine.submit(request)] = request
 
-    @rule()
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def step(self) -> None:
         for finished in self.engine.step():
             request = self.open.pop(finished.request_id)
@@ -131,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(indices) + cache.num_free == NUM_SLOTS
         running = {sequence.slot.index for sequence in self.engine.scheduler.running}
         assert running == {slot.index for slot in cache.slots if slot.is_busy}
-        assert all(slot.num_cached <= len(slot.token_ids) <= MAX_LEN for slot in cache.slots)
+        assert all(slot.num_cached < len(slot.token_ids) <= MAX_LEN for slot in cache.slots)
 
     def teardown(self) -> None:
         for _ in range(200):
@@ -143,4 +147,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
