@@ -1,0 +1,176 @@
+"""Run trusted, generator-made code on recorded calls within bounds, and say what a model would see.
+
+In: source text and call expressions. Out: `CallOutcome`s, compared with `TestCase`s.
+
+Source: rows E5 E6 (tests are recorded on the reference, F2P and P2P decided by running).
+Choice: this runs in the calling process, because the code is ours and a pod per mutation would cost more than
+training. Code that a model wrote must never come here: it belongs in a pod. Bounds are counted in loop rounds and
+calls, not in seconds, so that a seed gives the same tasks on any machine under any load, in any thread.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from composer2.types import CallOutcome, CallStatus, TestCase
+
+CODE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What running code may raise."""
+MAX_REPR = 2000
+"""Longer results are not plain enough to record."""
+
+
+MAX_STEPS = 3000
+"""Loop rounds and function calls of one test call."""
+MAX_BITS = 4096
+"""Size of an integer, and length of a text or list, that a loop may build."""
+WHILE = re.compile(r"^([ ]*)while (.+):$", re.MULTILINE)
+FOR = re.compile(r"^([ ]*)for (.+?) in (.+):$", re.MULTILINE)
+DEF = re.compile(r"^([ ]*)def ", re.MULTILINE)
+
+
+class OutOfSteps(BaseException):
+    """The bound is reached. Not an Exception, so that the code under test cannot swallow it."""
+
+
+class Guard:
+    """Counts the steps of one call; the instrumented source calls it in every loop round and function."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def tick(self) -> bool:
+        """One round of a `while`; True, to stand before its condition."""
+        self.steps += 1
+        if self.steps & 7 == 0:
+            self.check(sys._getframe(1))
+        return True
+
+    def bounded(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items of a `for`, counted."""
+        for item in items:
+            self.steps += 1
+            if self.steps & 7 == 0:
+                self.check(sys._getframe(1))
+            yield item
+
+    def entry(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator that counts calls."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise OutOfSteps
+            return function(*args, **kwargs)
+
+        return counted
+
+    def check(self, frame: FrameType) -> None:
+        """Raise when there were too many steps or a local value grew too large: eight squarings are harmless."""
+        if self.steps > MAX_STEPS:
+            raise OutOfSteps
+        for value in frame.f_locals.values():
+            kind = type(value)
+            if kind is int:
+                if value.bit_length() > MAX_BITS:
+                    raise OutOfSteps
+            elif (kind is str or kind is list) and len(value) > MAX_BITS:
+                raise OutOfSteps
+
+
+def instrument(source: str) -> str:
+    """Source with every loop and function counted; each statement stands on one line, as `ast.unparse` writes it."""
+    source = WHILE.sub(r"\1while _tick() and (\2):", source)
+    source = FOR.sub(r"\1for \2 in _bounded(\3):", source)
+    return DEF.sub(r"\1@_entry\n\1def ", source)
+
+
+def is_plain(value: object, depth: int = 0) -> bool:
+    """Whether `repr` of the value is its whole truth: numbers, text, None, and lists, tuples, dicts of them."""
+    kind = type(value)
+    if kind in (int, str, bool, float, type(None)):
+        return True
+    if depth > 6:
+        return False
+    if kind is list or kind is tuple:
+        return all(is_plain(v, depth + 1) for v in value)  # type: ignore[attr-defined]
+    if kind is dict:
+        return all(is_plain(k, depth + 1) and is_plain(v, depth + 1) for k, v in value.items())  # type: ignore[attr-defined]
+    return False
+
+
+def compile_calls(calls: Sequence[str]) -> list[CodeType]:
+    """Compiled call expressions, for repeated use."""
+    return [compile(call, "<call>", "eval") for call in calls]
+
+
+def run_calls(source: str, calls: Sequence[CodeType]) -> list[CallOutcome]:
+    """Outcome of each call over the names of `source`, all in one namespace.
+
+    The first call that exceeds its steps is TIMEOUT, and so are those after it, unrun. Source that does not compile or
+    import makes every call CRASHED.
+    """
+    guard = Guard()
+    namespace: dict[str, Any] = {
+        "__name__": "solution",
+        "_tick": guard.tick,
+        "_bounded": guard.bounded,
+        "_entry": guard.entry,
+    }
+    outcomes: list[CallOutcome] = []
+    try:
+        exec(compile(instrument(source), "<task>", "exec"), namespace)
+        for call in calls:
+            guard.steps = 0
+            outcomes.append(_run_call(call, namespace))
+    except OutOfSteps:
+        outcomes += [CallOutcome(status=CallStatus.TIMEOUT)] * (len(calls) - len(outcomes))
+    except (SyntaxError, *CODE_ERRORS):
+        outcomes = [CallOutcome(status=CallStatus.CRASHED)] * len(calls)
+    return outcomes
+
+
+def _run_call(call: CodeType, namespace: dict[str, Any]) -> CallOutcome:
+    try:
+        value = eval(call, namespace)
+        if is_plain(value):
+            text = repr(value)
+            if len(text) <= MAX_REPR:
+                return CallOutcome(status=CallStatus.RETURNED, value=text)
+    except CODE_ERRORS as error:
+        return CallOutcome(status=CallStatus.RAISED, value=type(error).__name__)
+    return CallOutcome(status=CallStatus.CRASHED)
+
+
+def is_passing(test: TestCase, outcome: CallOutcome) -> bool:
+    """Whether the outcome is the one the test expects."""
+    if test.raises:
+        return outcome.status is CallStatus.RAISED and outcome.value == test.raises
+    return outcome.status is CallStatus.RETURNED and outcome.value == test.expected
+
+
+def run_tests(source: str, tests: Sequence[TestCase], *, compiled: Sequence[CodeType] | None = None) -> list[bool]:
+    """Pass or fail of every test on trusted source, in order."""
+    outcomes = run_calls(source, compiled or compile_calls([test.call for test in tests]))
+    return [is_passing(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
