@@ -106,7 +106,7 @@ def _cell(record: Record | None, name: str) -> str:
 
 
 def kind_rows(records: Sequence[Record], rollouts: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the task-kind table: from the first evaluated split that counts kinds, else from kept rollouts."""
+    """Head and rows of the task-kind table: from the first split that counts kinds, else from the kept rollouts."""
     counted = [r for r in records if r["stage"] == "eval" and isinstance(r.get("by_kind"), Mapping)]
     evals = {str(r["when"]): r for r in counted if r["split"] == counted[0]["split"]}
     if evals:
@@ -172,8 +172,8 @@ def _pretraining_sections(run: RunFiles, records: Sequence[Record]) -> list[str]
         section(
             "mtp",
             "Multi-token prediction",
-            "A draft layer is trained by self-distillation on a checkpoint from the middle of the run, moved to the trunk "
-            "at the end of the phase, then trained jointly. Acceptance is the chance that the first draft stands.",
+            "A draft layer is trained by self-distillation on a checkpoint from the middle of the run, moved to the "
+            "trunk at the end of the phase, then trained jointly. Acceptance is the chance that the first draft stands.",
             figures(
                 (draw.styled(draw.acceptance_bars, bars), "Acceptance at the three moments."),
                 (draw.styled(draw.acceptance, records), "Acceptance through training."),

@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from composer2.model.pretrain.loss_fit import fit_loss
 
@@ -101,8 +101,19 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def _smoothed(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> None:
+    if len(x) < 30:  # too few points for a mean to say more than they do
+        axes.plot(x, y, "o-", color=color, markersize=3.0, label=label)
+        return
     axes.plot(x, y, color=color, alpha=0.25, linewidth=1.0)
     axes.plot(x, moving_mean(y), color=color, label=label)
+
+
+def short_count(value: float) -> str:
+    """A count on an axis: 50k, 2M."""
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{letter}"
+    return f"{value:g}"
 
 
 def _whole_steps(axes: Axes) -> None:
@@ -131,6 +142,9 @@ def loss_fit(records: Sequence[Record], summary: Record) -> str | None:
     figure, axes = _axes("training tokens", "held-out loss (nats per token)")
     tokens, losses = np.array(points, dtype=float).T
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.plot(tokens, losses, "o", color=BLUE, markersize=4.5, label="held-out files")
     after = int(summary.get("loss_fit_after_tokens", 0))
     if len({t for t, _ in points if t > after}) >= 3:

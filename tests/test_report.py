@@ -18,7 +18,7 @@ import pytest
 from composer2.inspect_run import load_run
 from composer2.log import MetricsWriter
 from composer2.report import before_after, contract_records, kind_rows, report_html, summed, write_report
-from composer2.report_figures import eval_step, moving_mean, series
+from composer2.report_figures import eval_step, moving_mean, series, short_count
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -219,6 +219,10 @@ def test_sums_series_and_smoothing_by_hand():
     steps, values = series(records, "rl", "entropy")
     assert steps.tolist() == [0, 1, 2]
     assert moving_mean(values, 3).tolist() == [0.5, 1.0, 1.5]
+
+
+def test_counts_on_axes():
+    assert [short_count(n) for n in (20, 5e4, 2e6, 1.5e9)] == ["20", "50k", "2M", "1.5B"]
 
 
 def test_evaluation_times():
