@@ -67,8 +67,8 @@ class CptConfig:
     """Micro-batches a step is cut into; changes memory, not the result."""
     autocast: AutocastMode = "bf16"
     """bf16 or off (fp32)."""
-    router_bias_rate: float = 1e-3
-    """Step of the router's correction bias towards equal load."""
+    router_bias_rate: float = 1e-2
+    """Step of the router's correction bias towards equal load; large, since a short run must balance from scratch."""
     num_eval_points: int = 14
     """Held-out evaluations of phase 1 at log-spaced steps after the warm-up, besides one before the first step."""
     eval_rows: int = 32
@@ -146,8 +146,8 @@ class MtpConfig:
     """Micro-batches a step is cut into."""
     autocast: AutocastMode = "bf16"
     """bf16 or off (fp32)."""
-    router_bias_rate: float = 1e-3
-    """Step of the correction bias of the MTP layers' routers."""
+    router_bias_rate: float = 1e-2
+    """Step of the correction bias of the MTP layers' routers, as in phase 1."""
     joint_weight: float = 0.1
     """Weight of the MTP loss in phase 2 and in supervised fine-tuning; 0 leaves the MTP layers out."""
 

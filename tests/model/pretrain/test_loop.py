@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from composer2.model.config import ModelConfig
 from composer2.model.pretrain.data import PretrainBatch, pack_examples
 from composer2.model.pretrain.loop import (
     LossOutput,
@@ -19,28 +18,6 @@ from composer2.model.pretrain.loop import (
     train,
 )
 from composer2.model.pretrain.optim import OptimConfig, make_optimizer
-from composer2.model.transformer import Transformer, init_weights
-
-TINY = ModelConfig(
-    vocab_size=48,
-    hidden_size=32,
-    num_hidden_layers=2,
-    intermediate_size=48,
-    moe_intermediate_size=16,
-    n_routed_experts=4,
-    num_attention_heads=2,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    max_position_embeddings=64,
-)
-
-
-def tiny_model(seed: int = 0) -> Transformer:
-    model = Transformer(TINY)
-    init_weights(model, seed)
-    return model
 
 
 def batch_at(step: int, rows: int = 4) -> PretrainBatch:
@@ -67,8 +44,8 @@ def test_loss_by_hand():
     assert float(next_token_nll_sum(logits, batch)) == pytest.approx(6.5 * math.log(2), rel=1e-6)
 
 
-def test_loss_falls_and_every_metric_is_there():
-    model = tiny_model()
+def test_loss_falls_and_every_metric_is_there(make_model):
+    model = make_model()
     config = OptimConfig(lr=1e-2, warmup_steps=5, schedule_steps=40)
     rows: list[dict[str, float]] = []
     before = evaluate_loss(model, batch_at(999, rows=8))
@@ -91,22 +68,22 @@ def test_loss_falls_and_every_metric_is_there():
     assert evaluate_loss(model, batch_at(999, rows=8)) < 1.0
 
 
-def test_evaluation_does_not_depend_on_its_batches():
-    model = tiny_model()
+def test_evaluation_does_not_depend_on_its_batches(make_model):
+    model = make_model()
     rows = batch_at(1, rows=9)
     assert evaluate_loss(model, rows, rows_per_batch=2) == pytest.approx(evaluate_loss(model, rows), rel=1e-5)
 
 
-def test_bf16_is_close_to_fp32():
-    model = tiny_model()
+def test_bf16_is_close_to_fp32(make_model):
+    model = make_model()
     rows = batch_at(1, rows=9)
     assert evaluate_loss(model, rows, autocast="bf16") == pytest.approx(evaluate_loss(model, rows), abs=0.02)
     with pytest.raises(ValueError, match="accepted is 'off' or 'bf16'"):
         evaluate_loss(model, rows, autocast="fp8")  # type: ignore[arg-type]
 
 
-def test_a_stop_comes_after_a_finished_step():
-    model, config, taken = tiny_model(), OptimConfig(), []
+def test_a_stop_comes_after_a_finished_step(make_model):
+    model, config, taken = make_model(), OptimConfig(), []
     optimizer = make_optimizer(model.named_parameters(), config)
     step = train(
         model,
@@ -122,8 +99,8 @@ def test_a_stop_comes_after_a_finished_step():
     assert (step, taken) == (5, [3, 4, 5])
 
 
-def test_a_loss_that_is_not_finite_never_reaches_the_weights():
-    model, config = tiny_model(), OptimConfig()
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(make_model):
+    model, config = make_model(), OptimConfig()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def broken(model, batch):
@@ -141,8 +118,8 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_the_correction_bias_moves_against_the_load():
-    model, config = tiny_model(), OptimConfig()
+def test_the_correction_bias_moves_against_the_load(make_model):
+    model, config = make_model(), OptimConfig()
     output = next_token_loss(model, to_tensors(batch_at(0), torch.device("cpu")))
     assert output.tokens_per_expert_LE is not None
     load = output.tokens_per_expert_LE[0].float()
@@ -163,8 +140,8 @@ def test_micro_batches_cover_the_rows():
         list(micro_batches(batch, 0))
 
 
-def test_a_batch_without_weight_is_refused():
-    model, config = tiny_model(), OptimConfig()
+def test_a_batch_without_weight_is_refused(make_model):
+    model, config = make_model(), OptimConfig()
     empty = pack_examples([([1, 2, 3], [0, 0, 0])], row_len=4, pad_id=0)
     with pytest.raises(ValueError, match="sum to 0"):
         train(
