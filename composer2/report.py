@@ -173,7 +173,7 @@ def _pretraining_sections(run: RunFiles, records: Sequence[Record]) -> list[str]
             "mtp",
             "Multi-token prediction",
             "A draft layer is trained by self-distillation on a checkpoint from the middle of the run, moved to the "
-            "trunk at the end of the phase, then trained jointly. Acceptance is the chance that the first draft stands.",
+            "trunk at the end of the phase, then trained jointly. Acceptance: how often the first draft stands.",
             figures(
                 (draw.styled(draw.acceptance_bars, bars), "Acceptance at the three moments."),
                 (draw.styled(draw.acceptance, records), "Acceptance through training."),

@@ -150,7 +150,9 @@ def loss_fit(records: Sequence[Record], summary: Record) -> str | None:
     if len({t for t, _ in points if t > after}) >= 3:
         fit = fit_loss(points, after_tokens=after, min_points=3)
         ends = np.array([min(t for t, _ in fit.points), max(t for t, _ in fit.points)])
-        label = f"{fit.intercept:.2f} {fit.slope:+.3f} ln(tokens), R² = {fit.r2:.3f}"
+        label = (
+            f"{fit.intercept:.2f} {'−' if fit.slope < 0 else '+'} {abs(fit.slope):.3f} ln(tokens), R² = {fit.r2:.3f}"
+        )
         axes.plot(ends, [fit.loss_at(t) for t in ends], "--", color=ORANGE, label=label)
     axes.legend()
     return to_svg(figure, "lossfit")
