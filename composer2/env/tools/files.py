@@ -61,7 +61,7 @@ class Workspace:
         return {**self.task.files, **self._changed} if self._pod is None else None
 
     async def paths(self) -> list[str]:
-        """Paths of the repository's files, sorted."""
+        """Paths of the repository's files, sorted. OSError when code that ran left too many of them."""
         if self._pod is None:
             return sorted({*self.task.files, *self._changed})
         return [p for p in await self._pod.list_files() if not any(part in f"{p}/" for part in NO_SOURCE)]
@@ -84,20 +84,28 @@ class Workspace:
             await self._pod.write(path, text.encode("utf-8", errors="surrogateescape"))
         self._changed[path] = text
 
-    async def restore(self, *, keep: str) -> None:
-        """Bring the task's files back, except `keep`, which the caller is about to replace.
+    async def restart(self, replaced: Mapping[str, str]) -> None:
+        """Put every file back as it was at the start, with `replaced` on top.
 
-        Code that ran may have left files of its own; then a fresh pod takes over.
+        Where the code that ran left files of its own, or files that cannot be written, a fresh pod takes over.
         """
-        if self._pod is not None and self._has_run:
-            if set(await self.paths()) - set(self.task.files):
+        if self._pod is not None:
+            try:
+                if self._has_run and set(await self.paths()) - set(self.task.files):
+                    await self.close()
+                else:
+                    await self._rewrite(self._pod, replaced)
+            except ConnectionError:
+                raise
+            except OSError:
                 await self.close()
-            else:
-                for path in self.task.files:
-                    if path != keep:
-                        await self.write(path, self.task.files[path])
         self._has_run = False
-        self._changed = {}
+        self._changed = dict(replaced)
+
+    async def _rewrite(self, pod: Pod, replaced: Mapping[str, str]) -> None:
+        for path, first in self.task.files.items():
+            if self._has_run or path in self._changed or path in replaced:
+                await pod.write(path, replaced.get(path, first).encode("utf-8", errors="surrogateescape"))
 
     async def final_files(self) -> dict[str, str]:
         """Path -> text of the task's files that differ from their first state; a deleted one is empty."""
@@ -110,7 +118,7 @@ class Workspace:
             except OSError:
                 text = ""
             if text != first:
-                final[path] = text
+                final[path] = text.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
         return final
 
     async def close(self) -> None:
@@ -122,7 +130,7 @@ class Workspace:
 
 def _inside(path: str) -> str | None:
     """Normal form of a path inside the repository, None for one that leads out of it."""
-    if not path or "\0" in path or path.startswith("/"):
+    if not path or not path.isprintable() or path.startswith("/"):
         return None
     normal = normpath(path)
     return None if normal == "." or normal == ".." or normal.startswith("../") else normal
@@ -137,10 +145,10 @@ async def _load(workspace: Workspace, path: str, event: str) -> tuple[str, str] 
     except ConnectionError:
         raise
     except (FileNotFoundError, NotADirectoryError):
-        known = await workspace.paths()
+        known = sorted(workspace.task.files)
         rest = " …" if len(known) > 20 else ""
         return error(f"no file {path[:MAX_LINE_CHARS]!r}; files are {', '.join(known[:20])}{rest}", event)
-    except (OSError, UnicodeEncodeError) as problem:
+    except OSError as problem:
         return error(f"{path[:MAX_LINE_CHARS]!r} cannot be read: {problem}"[:MAX_LINE_CHARS], event)
 
 
@@ -164,7 +172,13 @@ async def search_tool(workspace: Workspace, arguments: Mapping[str, Any]) -> Too
     pattern, hits = arguments["pattern"], []
     if not pattern:
         return error("pattern is empty, accepted is some text", "bad_arguments")
-    for path in await workspace.paths():
+    try:
+        paths = await workspace.paths()
+    except ConnectionError:
+        raise
+    except OSError as problem:
+        return error(f"search failed: {problem}"[:MAX_LINE_CHARS], "search_failed")
+    for path in paths:
         try:
             text = await workspace.read(path)
         except ConnectionError:
@@ -192,12 +206,10 @@ async def edit_tool(workspace: Workspace, arguments: Mapping[str, Any]) -> ToolR
         normal = _inside(path)
         first = None if normal is None else workspace.task.files.get(normal)
         if normal is not None and first is not None:
-            await workspace.restore(keep=normal)
             edited = _edited(normal, first, arguments)
-            # One write puts back the first text or the edited one: the file may hold an earlier try.
-            await workspace.write(normal, first if isinstance(edited, ToolResult) else edited)
+            await workspace.restart({} if isinstance(edited, ToolResult) else {normal: edited})
             return edited if isinstance(edited, ToolResult) else ok("ok")
-        await workspace.restore(keep="")
+        await workspace.restart({})
     loaded = await _load(workspace, path, "invalid_edit")
     if isinstance(loaded, ToolResult):
         return loaded

@@ -68,10 +68,8 @@ def tool_specs(names: Sequence[str]) -> tuple[ToolSpec, ...]:
     return tuple(TOOLS[name] for name in names)
 
 
-class TestOutcomes(Protocol):
+class OutcomeSource(Protocol):
     """Finds the outcomes of a task's tests on given files; `PodGrader` is one."""
-
-    __test__ = False
 
     async def outcomes(self, task: Task, final_files: Mapping[str, str]) -> Sequence[CallOutcome]:
         """Outcomes of the fail-to-pass tests, then of the pass-to-pass tests."""
@@ -87,7 +85,7 @@ class Toolbox:
         *,
         run_timeout: float = 2.0,
         lenient: Sequence[str] = (),
-        shared_runs: TestOutcomes | None = None,
+        shared_runs: OutcomeSource | None = None,
     ) -> None:
         """`lenient`: tools whose arguments are checked leniently. `shared_runs`: answers `run` in place of the
         episode's own pod, as long as no code has run in that one."""
