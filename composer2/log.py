@@ -157,7 +157,12 @@ class Console:
             self._line(f"{self._label(name)}  {detail}{resumed}".rstrip(), style="bold")
             if self._rich.is_terminal:
                 self._live = Live(
-                    self._bar(stage), console=self._rich, refresh_per_second=4, transient=True, redirect_stderr=False
+                    self._bar(stage),
+                    console=self._rich,
+                    refresh_per_second=4,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
                 )
                 self._live.start()
         return stage
