@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from composer2.env.tools.lines import find_edit
+
 TOKEN = re.compile(
     r"""[A-Za-z_]\w*|\d+(?:\.\d+)?|(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
     r"""|\*\*=|//=|>>=|<<=|\*\*|//|->|==|!=|<=|>=|\+=|-=|\*=|/=|%=|&=|\|=|\^=|:=|<<|>>|\S"""
@@ -101,29 +103,12 @@ def split_line(line: str) -> tuple[Token, ...]:
     return tuple(Token(m.group(), m.start(), m.end()) for m in TOKEN.finditer(line))
 
 
-def find_aligned(line: str, old: str) -> int:
-    """Column of the first occurrence of `old` that starts and ends at token boundaries, or -1.
-
-    A leading space of `old` belongs to the token after it; `old` without one also matches behind a space.
-    """
-    tokens = split_line(line)
-    starts = {t.start for t in tokens}
-    stops = {t.stop for t in tokens}
-    lead = len(old) - len(old.lstrip(" "))
-    at = line.find(old)
-    while at >= 0:
-        if at + lead in starts and at + len(old) in stops:
-            return at
-        at = line.find(old, at + 1)
-    return -1
-
-
 def apply_mutation(source: str, mutation: Mutation) -> str:
     """Source after the edit. Raises ValueError when `old` is not on the line."""
     lines = source.split("\n")
     line = lines[mutation.line - 1]
-    at = find_aligned(line, mutation.old)
-    if at < 0:
+    at = find_edit(line, line=1, old=mutation.old)
+    if at is None:
         raise ValueError(f"old: {mutation.old!r} is not on line {mutation.line} ({line!r})")
     lines[mutation.line - 1] = line[:at] + mutation.new + line[at + len(mutation.old) :]
     return "\n".join(lines)
@@ -141,10 +126,10 @@ def as_edit(line: str, number: int, start: int, stop: int, new: str, kind: str) 
         left = max(first - grow // 2, 0)
         right = min(last + (grow + 1) // 2, len(tokens) - 1)
         begin, end = min(tokens[left].start, start), max(tokens[right].stop, stop)
-        if left > 0 and line[begin - 1] == " ":
+        if begin > 0 and line[begin - 1] == " ":
             begin -= 1
         old = line[begin:end]
-        if find_aligned(line, old) == begin:
+        if find_edit(line, line=1, old=old) == begin:
             break
     head = line[begin:start]
     return Mutation(number, old, head + new + line[stop:end], kind)

@@ -19,17 +19,17 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 FUNCTION_NAMES = words_of(
-    "calc fold pick scan work make solve gather reduce keep build apply check tally derive select collect "
-    "measure score rank trace probe merge_all handle process compute convert inspect extract resolve"
+    "f g h q calc pick make check tally handle process get read scan work apply trace run code find"
 )
-LIST_NAMES = words_of("xs nums values items data seq row arr numbers entries")
-SECOND_LIST_NAMES = words_of("ys other right extra rest")
-ELEMENT_NAMES = words_of("x n v a e item num value")
-RESULT_NAMES = words_of("total out res acc result count best")
-INDEX_NAMES = words_of("i j p pos index")
-TEXT_NAMES = words_of("s text line name string")
-CHAR_NAMES = words_of("c ch char")
-PARAMETER_NAMES = words_of("k m limit step w size base")
+LIST_NAMES = words_of("xs data values seq row arr args names ls")
+SECOND_LIST_NAMES = words_of("ys other rest more")
+ELEMENT_NAMES = words_of("x n a e y value item num")
+RESULT_NAMES = words_of("out res result count acc r t")
+INDEX_NAMES = words_of("i j p")
+TEXT_NAMES = words_of("s line name string text")
+CHAR_NAMES = words_of("c ch")
+PARAMETER_NAMES = words_of("k m w size limit")
+"""Short names, most of them one token of a small vocabulary, so that prompts stay short."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,12 +102,12 @@ def bound(scope: Scope, low: int, high: int) -> tuple[str, str]:
 # Conditions
 
 COMPARISONS = {
-    "gt": (">", ("above", "greater than", "over", "more than")),
-    "ge": (">=", ("at least", "no less than", "not below")),
-    "lt": ("<", ("below", "less than", "under", "smaller than")),
-    "le": ("<=", ("at most", "no more than", "not above", "up to")),
-    "eq": ("==", ("equal to", "exactly", "the same as")),
-    "ne": ("!=", ("not equal to", "other than", "different from")),
+    "gt": (">", ("above", "over", "more than")),
+    "ge": (">=", ("at least", "not below", "from")),
+    "lt": ("<", ("below", "under", "less than")),
+    "le": ("<=", ("at most", "not above", "up to")),
+    "eq": ("==", ("equal to", "the same as")),
+    "ne": ("!=", ("not equal to", "other than")),
 }
 NUMBER_CONDITIONS = words_of(
     "gt gt ge ge lt lt le le eq ne even odd div rem between outside positive negative small apart"
@@ -147,7 +147,7 @@ def number_condition(scope: Scope, x: str, kind: str) -> tuple[str, str, str]:
     size = say("with size", "of size")
     if kind == "small":
         return f"abs({x}) < {value}", f"{size} {say('below', 'under')} {value}", kind + suffix
-    return f"abs({x}) >= {value}", f"{size} {say('at least', 'no less than')} {value}", kind + suffix
+    return f"abs({x}) >= {value}", f"{size} {say('at least', 'not below')} {value}", kind + suffix
 
 
 def char_condition(scope: Scope, c: str, kind: str) -> tuple[str, str, str]:
@@ -162,7 +162,7 @@ def char_condition(scope: Scope, c: str, kind: str) -> tuple[str, str, str]:
         "vowel": (f"{c} in 'aeiou'", say("a vowel", "one of aeiou")),
         "notvowel": (f"{c} not in 'aeiou'", say("no vowel", "none of aeiou")),
         "eq": (f"{c} == '{letter}'", f"{say('equal to', 'the same as')} {letter}"),
-        "ne": (f"{c} != '{letter}'", f"{say('other than', 'different from')} {letter}"),
+        "ne": (f"{c} != '{letter}'", f"{say('other than', 'not')} {letter}"),
         "ge": (f"{c} >= '{letter}'", f"{say('at least', 'not before')} {letter}"),
         "le": (f"{c} <= '{letter}'", f"{say('at most', 'not after')} {letter}"),
     }

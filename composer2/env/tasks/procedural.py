@@ -24,7 +24,6 @@ from composer2.env.tasks.mutate import (
     Mutation,
     apply_mutation,
     as_edit,
-    find_aligned,
     mutation_sites,
 )
 from composer2.env.tasks.parts import Scope, draw_scope, words_of
@@ -233,8 +232,6 @@ def make_task(
     others = dict(other_files or {})
     files = dict(sorted({**others, path: bug.source}.items()))
     recent = () if variant in ("unopened", "search") else (path,)
-    lines = bug.source.split("\n")
-    assert find_aligned(lines[bug.fix.line - 1], bug.fix.old) >= 0
     assert apply_mutation(bug.source, bug.fix) == reference
     return Task(
         task_id=task_hash(instruction, files, recent),
@@ -285,7 +282,7 @@ def _dress(
     others: dict[str, str] = {}
     instruction = {"unopened": f"fix {path}", "search": f"fix {function.name}"}.get(variant, "")
     if variant == "long":
-        helpers = _helpers(rng, split, {function.name}, 1 + (rng.random() < 0.6))
+        helpers = _helpers(rng, split, {function.name}, 1 + (rng.random() < 0.2), max_lines=6)
         above = [h.source for h in helpers if rng.random() < 0.5]
         below = [h.source for h in helpers if h.source not in above]
         shift = sum(text.count("\n") + 1 for text in above)
@@ -294,7 +291,9 @@ def _dress(
         reference = "\n".join((*above, reference, *below))
     elif variant == "search":
         paths = rng.sample([p for p in PATHS if p != path], 2)
-        others = {p: h.source for p, h in zip(paths, _helpers(rng, split, {function.name}, 2), strict=True)}
+        others = {
+            p: h.source for p, h in zip(paths, _helpers(rng, split, {function.name}, 2, max_lines=9), strict=True)
+        }
     return make_task(
         bug=bug,
         reference=reference,
@@ -308,13 +307,13 @@ def _dress(
     )
 
 
-def _helpers(rng: random.Random, split: str, taken: set[str], count: int) -> list[Function]:
-    """Correct functions of the same split with other names."""
+def _helpers(rng: random.Random, split: str, taken: set[str], count: int, *, max_lines: int) -> list[Function]:
+    """Correct functions of the same split, with other names and at most `max_lines` lines."""
     helpers: list[Function] = []
     names = set(taken)
     while len(helpers) < count:
         helper = generate_function(rng, split)
-        if helper.name not in names:
+        if helper.name not in names and helper.source.count("\n") <= max_lines:
             names.add(helper.name)
             helpers.append(helper)
     return helpers

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
+from composer2.env.guest_calls import MAX_VALUE_CHARS, NotPlain, plain_repr
 from composer2.types import CallOutcome, CallStatus, TestCase
 
 CODE_ERRORS = (
@@ -35,8 +36,6 @@ CODE_ERRORS = (
     ValueError,
 )
 """What running code may raise."""
-MAX_REPR = 2000
-"""Longer results are not plain enough to record."""
 
 
 MAX_STEPS = 3000
@@ -106,17 +105,17 @@ def instrument(source: str) -> str:
     return DEF.sub(r"\1@_entry\n\1def ", source)
 
 
-def is_plain(value: object, depth: int = 0) -> bool:
-    """Whether `repr` of the value is its whole truth: numbers, text, None, and lists, tuples, dicts of them."""
+def is_simple(value: object, depth: int = 0) -> bool:
+    """Whether plain `repr` writes the value as a pod would: numbers, text, None, and lists, tuples, dicts of them."""
     kind = type(value)
     if kind in (int, str, bool, float, type(None)):
         return True
     if depth > 6:
         return False
     if kind is list or kind is tuple:
-        return all(is_plain(v, depth + 1) for v in value)  # type: ignore[attr-defined]
+        return all(is_simple(v, depth + 1) for v in value)  # type: ignore[attr-defined]
     if kind is dict:
-        return all(is_plain(k, depth + 1) and is_plain(v, depth + 1) for k, v in value.items())  # type: ignore[attr-defined]
+        return all(is_simple(k, depth + 1) and is_simple(v, depth + 1) for k, v in value.items())  # type: ignore[attr-defined]
     return False
 
 
@@ -154,13 +153,14 @@ def run_calls(source: str, calls: Sequence[CodeType]) -> list[CallOutcome]:
 def _run_call(call: CodeType, namespace: dict[str, Any]) -> CallOutcome:
     try:
         value = eval(call, namespace)
-        if is_plain(value):
-            text = repr(value)
-            if len(text) <= MAX_REPR:
-                return CallOutcome(status=CallStatus.RETURNED, value=text)
+        text = repr(value) if is_simple(value) else plain_repr(value)
+    except NotPlain:
+        return CallOutcome(status=CallStatus.CRASHED)
     except CODE_ERRORS as error:
         return CallOutcome(status=CallStatus.RAISED, value=type(error).__name__)
-    return CallOutcome(status=CallStatus.CRASHED)
+    if len(text) > MAX_VALUE_CHARS:
+        return CallOutcome(status=CallStatus.CRASHED)
+    return CallOutcome(status=CallStatus.RETURNED, value=text)
 
 
 def is_passing(test: TestCase, outcome: CallOutcome) -> bool:
