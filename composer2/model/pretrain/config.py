@@ -150,11 +150,13 @@ class MtpConfig:
     """Step of the correction bias of the MTP layers' routers, as in phase 1."""
     joint_weight: float = 0.1
     """Weight of the MTP loss in phase 2 and in supervised fine-tuning; 0 leaves the MTP layers out."""
+    sft_every: int = 4
+    """In supervised fine-tuning, steps from one with the MTP loss to the next; 1 has it in every step."""
 
     def __post_init__(self) -> None:
         _check(
             self,
-            positive=("rows", "lr", "accumulation"),
+            positive=("rows", "lr", "accumulation", "sft_every"),
             not_negative=("num_steps", "warmup_steps", "weight_decay", "clip", "router_bias_rate", "joint_weight"),
         )
         if self.seq_len < 3:

@@ -47,6 +47,8 @@ class TensorBatch:
     """int64, -1 for padding."""
     weights_BT: torch.Tensor
     """float32, weight of predicting token t."""
+    step: int = 0
+    """Steps taken before this one, for losses that are not the same at every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = batches(step)
-        metrics, load_LE, mtp_load_NE = _accumulate(model, batch, loss_fn, accumulation, autocast)
+        metrics, load_LE, mtp_load_NE = _accumulate(model, batch, step, loss_fn, accumulation, autocast)
         grad_norm = clip_gradients(optimizer, clip)
         if not np.isfinite(metrics["loss"]) or not np.isfinite(grad_norm):
             raise FloatingPointError(
@@ -122,7 +124,7 @@ def train(
 
 
 def _accumulate(
-    model: Transformer, batch: PretrainBatch, loss_fn: LossFn, accumulation: int, autocast: AutocastMode
+    model: Transformer, batch: PretrainBatch, step: int, loss_fn: LossFn, accumulation: int, autocast: AutocastMode
 ) -> tuple[StepMetrics, torch.Tensor | None, torch.Tensor | None]:
     """Forward and backward over all micro-batches; means over the step, and the expert loads of trunk and MTP."""
     weight = float(batch.weights.sum(dtype=np.float64))
@@ -134,7 +136,7 @@ def _accumulate(
     mtp_load_NE: torch.Tensor | None = None
     for micro in micro_batches(batch, accumulation):
         with autocast_context(device, autocast):
-            output = loss_fn(model, to_tensors(micro, device))
+            output = loss_fn(model, to_tensors(micro, device, step))
         (output.loss_sum / weight).backward()
         for name, value in {"loss": output.loss_sum.detach(), **output.sums}.items():
             totals[name] = totals[name] + value if name in totals else value
@@ -157,13 +159,14 @@ def micro_batches(batch: PretrainBatch, count: int) -> Iterator[PretrainBatch]:
             yield batch.rows(start, stop)
 
 
-def to_tensors(batch: PretrainBatch, device: torch.device) -> TensorBatch:
+def to_tensors(batch: PretrainBatch, device: torch.device, step: int = 0) -> TensorBatch:
     """Copy a batch to the device."""
     return TensorBatch(
         token_ids_BT=torch.from_numpy(batch.token_ids).to(device, torch.int64),
         position_ids_BT=torch.from_numpy(batch.position_ids).to(device, torch.int64),
         document_ids_BT=torch.from_numpy(batch.document_ids).to(device, torch.int64),
         weights_BT=torch.from_numpy(batch.weights).to(device),
+        step=step,
     )
 
 
@@ -196,8 +199,10 @@ def next_token_nll_sum(logits_BTV: torch.Tensor, batch: TensorBatch) -> torch.Te
 def next_token_loss(model: Transformer, batch: TensorBatch) -> LossOutput:
     """The loss of continued pretraining and of supervised fine-tuning without MTP."""
     output = model(batch.token_ids_BT, position_ids_BT=batch.position_ids_BT, document_ids_BT=batch.document_ids_BT)
+    loss_sum = next_token_nll_sum(output.logits_BTV, batch)
     return LossOutput(
-        loss_sum=next_token_nll_sum(output.logits_BTV, batch),
+        loss_sum=loss_sum,
+        sums={"next_token_loss": loss_sum.detach()},
         tokens_per_expert_LE=output.routing.tokens_per_expert_LE,
     )
 

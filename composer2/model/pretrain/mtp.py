@@ -12,6 +12,8 @@ the second being the chance that speculative sampling at temperature 1 keeps a d
 t + k + 1 lie in one document.
 Choice: from scratch the trunk runs without gradient and the shared embedding and head are detached, so distillation
 cannot move the model it copies.
+Choice: in fine-tuning the joint loss has its MTP term on every n-th step only: the layers are already trained, and a
+term on every step would cost two fifths more time.
 
 Shape letters: B rows, T tokens, D model, V vocab.
 """
@@ -33,6 +35,7 @@ from composer2.model.pretrain.loop import (
     TensorBatch,
     autocast_context,
     device_of,
+    next_token_loss,
     next_token_nll_sum,
     to_tensors,
 )
@@ -106,10 +109,12 @@ def mtp_only_loss(model: Transformer, batch: TensorBatch) -> LossOutput:
     )
 
 
-def joint_loss(mtp_weight: float) -> LossFn:
-    """Next-token loss plus `mtp_weight` times self-distillation, the trunk learning from both."""
+def joint_loss(mtp_weight: float, every: int = 1) -> LossFn:
+    """Next-token loss plus, on every `every`-th step, `mtp_weight` times self-distillation; both reach the trunk."""
 
     def loss(model: Transformer, batch: TensorBatch) -> LossOutput:
+        if batch.step % every:
+            return next_token_loss(model, batch)
         output = _forward(model, batch)
         nll_sum = next_token_nll_sum(output.logits_BTV, batch)
         drafts = _drafts(model, output.trunk_BTD, batch)

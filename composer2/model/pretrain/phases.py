@@ -235,14 +235,21 @@ def extend_context(model: Transformer, new_config: ModelConfig) -> Transformer:
 
 
 def run_long_context(
-    model: Transformer, corpus: TokenisedCorpus, config: CptConfig, *, mtp_weight: float, seed: int, control: RunControl
+    model: Transformer,
+    corpus: TokenisedCorpus,
+    config: CptConfig,
+    *,
+    mtp: MtpConfig | None,
+    seed: int,
+    control: RunControl,
 ) -> PhaseResult:
     """Phase 2: long rows on an extended model, MTP layers trained jointly. Evaluates before and after."""
+    weight = 0.0 if mtp is None else mtp.joint_weight
     spec = PhaseSpec(
         optim=config.optim(2),
         batches=PackedBatches(corpus, seq_len=config.phase2_seq_len, num_rows=config.phase2_rows, seed=seed),
-        loss_fn=joint_loss(mtp_weight) if mtp_weight > 0 else next_token_loss,
-        parameters=model.named_parameters() if mtp_weight > 0 else trunk_parameters(model),
+        loss_fn=next_token_loss if weight == 0 else joint_loss(weight),
+        parameters=trunk_parameters(model) if weight == 0 else model.named_parameters(),
         accumulation=config.accumulation,
         autocast=config.autocast,
         router_bias_rate=config.router_bias_rate,
@@ -258,13 +265,16 @@ def run_sft(
     config: SftConfig,
     *,
     pad_id: int,
-    mtp_weight: float,
+    mtp: MtpConfig | None,
     control: RunControl,
 ) -> PhaseResult:
     """Phase 3: `examples(step)` gives (token ids, weights) of that step; weight 0 trains nothing on a token.
+    With `mtp` the MTP layers are trained jointly on every `mtp.sft_every`-th step.
 
     `examples` must be a function of the step alone, or a resumed run will not equal an uninterrupted one.
     """
+
+    weight = 0.0 if mtp is None else mtp.joint_weight
 
     def batches(step: int) -> PretrainBatch:
         return pack_examples(examples(step), row_len=config.row_len, pad_id=pad_id)
@@ -272,8 +282,8 @@ def run_sft(
     spec = PhaseSpec(
         optim=config.optim(),
         batches=batches,
-        loss_fn=joint_loss(mtp_weight) if mtp_weight > 0 else next_token_loss,
-        parameters=model.named_parameters() if mtp_weight > 0 else trunk_parameters(model),
+        loss_fn=next_token_loss if mtp is None or weight == 0 else joint_loss(weight, mtp.sft_every),
+        parameters=trunk_parameters(model) if weight == 0 else model.named_parameters(),
         accumulation=config.accumulation,
         autocast=config.autocast,
         router_bias_rate=config.router_bias_rate,

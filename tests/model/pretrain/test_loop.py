@@ -63,7 +63,16 @@ def test_loss_falls_and_every_metric_is_there(make_model):
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert rows[0]["lr"] == pytest.approx(2e-3)
     assert rows[3]["tokens"] == batch_at(3).num_tokens
-    assert set(rows[0]) == {"loss", "step", "lr", "grad_norm", "tokens", "seconds", "router_max_violation"}
+    assert set(rows[0]) == {
+        "loss",
+        "next_token_loss",
+        "step",
+        "lr",
+        "grad_norm",
+        "tokens",
+        "seconds",
+        "router_max_violation",
+    }
     assert before == pytest.approx(math.log(48), abs=0.15)
     assert evaluate_loss(model, batch_at(999, rows=8)) < 1.0
 

@@ -62,13 +62,13 @@ class StopAfter:
 
 def phase_runner(name, corpus):
     """Each phase as one function of (model, control)."""
-    mtp = MtpConfig(num_steps=6, seq_len=24, rows=4, autocast="off")
+    mtp = MtpConfig(num_steps=6, seq_len=24, rows=4, autocast="off", joint_weight=0.3, sft_every=2)
     sft = SftConfig(num_steps=6, schedule_steps=10, row_len=24, warmup_steps=2, accumulation=2, autocast="bf16")
     return {
         "cpt": lambda model, control: run_cpt(model, corpus, CPT, seed=1, control=control),
         "mtp": lambda model, control: train_mtp_from_scratch(model, corpus, mtp, seed=1, control=control),
-        "long": lambda model, control: run_long_context(model, corpus, CPT, mtp_weight=0.3, seed=1, control=control),
-        "sft": lambda model, control: run_sft(model, examples_at, sft, pad_id=0, mtp_weight=0.3, control=control),
+        "long": lambda model, control: run_long_context(model, corpus, CPT, mtp=mtp, seed=1, control=control),
+        "sft": lambda model, control: run_sft(model, examples_at, sft, pad_id=0, mtp=mtp, control=control),
     }[name]
 
 
@@ -207,7 +207,7 @@ def test_context_extension_keeps_weights_and_changes_positions(corpus, make_mode
     assert extended.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
     ids = torch.arange(20)[None]
     assert not torch.allclose(model(ids).logits_BTV, extended(ids).logits_BTV)
-    result = run_long_context(extended, corpus, CPT, mtp_weight=0.1, seed=0, control=RunControl())
+    result = run_long_context(extended, corpus, CPT, mtp=MtpConfig(), seed=0, control=RunControl())
     assert [point.step for point in result.evals] == [0, 4]
     assert result.evals[1].loss < result.evals[0].loss
     wider = make_model().config.__class__(**{**vars(tiny_config), "hidden_size": 64})
@@ -226,11 +226,13 @@ def test_sft_learns_weighted_tokens_only(make_model):
         examples_at,
         config,
         pad_id=0,
-        mtp_weight=0.1,
-        control=RunControl(on_step=lambda metrics: losses.append(metrics["next_token_loss"])),
+        mtp=MtpConfig(),
+        control=RunControl(on_step=lambda metrics: losses.append(metrics)),
     )
     assert result.finished
-    assert losses[-1] < losses[0] - 2.0
+    assert [row["step"] for row in losses if "mtp_loss" in row] == list(range(1, 41, 4))
+    assert losses[36]["next_token_loss"] < losses[0]["next_token_loss"] - 2.0
+    assert losses[36]["loss"] == pytest.approx(losses[36]["next_token_loss"] + 0.1 * losses[36]["mtp_loss"])
 
 
 def test_a_token_without_weight_gives_no_gradient(make_model):
