@@ -97,7 +97,7 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg, count=1)
     svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\1{name}-", svg)
-    return svg.replace("DejaVu Sans", "system-ui")
+    return re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", svg)
 
 
 def _smoothed(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> None:

@@ -164,6 +164,8 @@ def test_every_section_is_drawn(full_page: str):
 def test_axes_are_labelled(full_page: str):
     for svg in re.findall(r"<svg.*?</svg>", full_page, flags=re.DOTALL):
         assert len(re.findall(r"<text", svg)) >= 4
+    assert "DejaVu" not in full_page
+    assert "'system-ui'" not in full_page  # quoted, it would be the name of one font
     for label in ("training tokens", "held-out loss (nats per token)", "RL step", "entropy (nats per token)",
                   "share of sampled tokens", "|Δ log-prob| per token (nats)"):  # fmt: skip
         assert label in full_page
