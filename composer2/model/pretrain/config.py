@@ -186,8 +186,10 @@ class SftConfig:
     """Step the linear decay aims at; above `num_steps` training stops before the rate has decayed."""
     batch_size: int = 16
     """Examples the provider gives for a step."""
-    row_len: int = 512
-    """Longest example, and length that examples are packed to."""
+    row_len: int = 256
+    """Length that examples are packed to; a longer example widens the rows of its step. Short rows attend cheaply."""
+    max_len: int = 512
+    """Longest example accepted."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 20
@@ -208,7 +210,7 @@ class SftConfig:
     def __post_init__(self) -> None:
         _check(
             self,
-            positive=("schedule_steps", "batch_size", "row_len", "lr", "accumulation"),
+            positive=("schedule_steps", "batch_size", "row_len", "max_len", "lr", "accumulation"),
             not_negative=("num_steps", "warmup_steps", "weight_decay", "clip", "router_bias_rate"),
         )
 

@@ -247,17 +247,24 @@ def concatenate(parts: Sequence[PretrainBatch]) -> PretrainBatch:
 # Finished examples
 
 
-def pack_examples(examples: Sequence[Example], *, row_len: int, pad_id: int) -> PretrainBatch:
+def pack_examples(
+    examples: Sequence[Example], *, row_len: int, pad_id: int, max_len: int | None = None
+) -> PretrainBatch:
     """First-fit-decreasing packing of whole examples; columns that no row uses are cut off.
 
-    Raises ValueError for an example that is empty, longer than `row_len`, or with other than one weight a token.
+    Rows have `row_len` tokens, or as many as the longest example needs, up to `max_len` (None: `row_len`). Raises
+    ValueError for an example that is empty, too long, or with other than one weight a token.
     """
+    max_len = row_len if max_len is None else max_len
+    if not examples:
+        raise ValueError("0 examples to pack, accepted is at least one")
     for index, (token_ids, weights) in enumerate(examples):
-        if len(token_ids) != len(weights) or not 0 < len(token_ids) <= row_len:
+        if len(token_ids) != len(weights) or not 0 < len(token_ids) <= max_len:
             raise ValueError(
                 f"example {index} has {len(token_ids)} tokens and {len(weights)} weights, accepted is as many weights "
-                f"as tokens, 1 to {row_len} (row_len)"
+                f"as tokens, 1 to {max_len}"
             )
+    row_len = max(row_len, *(len(token_ids) for token_ids, _ in examples))
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(examples)), key=lambda i: (-len(examples[i][0]), i)):

@@ -277,7 +277,7 @@ def run_sft(
     weight = 0.0 if mtp is None else mtp.joint_weight
 
     def batches(step: int) -> PretrainBatch:
-        return pack_examples(examples(step), row_len=config.row_len, pad_id=pad_id)
+        return pack_examples(examples(step), row_len=config.row_len, max_len=config.max_len, pad_id=pad_id)
 
     spec = PhaseSpec(
         optim=config.optim(),

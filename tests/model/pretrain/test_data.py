@@ -122,6 +122,10 @@ def test_unused_columns_are_cut_and_long_examples_refused():
     assert pack_examples([([1, 2], [0, 1]), ([1, 2], [0, 1])], row_len=3, pad_id=0).token_ids.shape == (2, 2)
     with pytest.raises(ValueError, match="1 to 2"):
         pack_examples([([1, 2, 3], [0, 1, 1])], row_len=2, pad_id=0)
+    wider = pack_examples([([1, 2, 3], [0, 1, 1]), ([4], [0])], row_len=2, max_len=3, pad_id=0)
+    assert wider.token_ids.tolist() == [[1, 2, 3], [4, 0, 0]]
+    with pytest.raises(ValueError, match="0 examples"):
+        pack_examples([], row_len=4, pad_id=0)
     with pytest.raises(ValueError, match="2 tokens and 1 weights"):
         pack_examples([([1, 2], [0])], row_len=4, pad_id=0)
 
