@@ -90,16 +90,16 @@ class EpisodeLimits:
             )
         if self.run_timeout <= 0:
             raise ValueError(f"EpisodeLimits.run_timeout is {self.run_timeout}, accepted is above 0 seconds")
-        if self.context_budget <= self.reserve(0):
+        least = self.reserve(self.max_summary_tokens if self.max_summaries else 0)
+        if self.context_budget <= least:
             raise ValueError(
-                f"EpisodeLimits.context_budget is {self.context_budget}, accepted is above {self.reserve(0)}: "
+                f"EpisodeLimits.context_budget is {self.context_budget}, accepted is above {least}: "
                 "a turn, its answers and a summary must fit besides the prompt"
             )
 
-    def reserve(self, num_request_tokens: int) -> int:
+    def reserve(self, num_summary_tokens: int) -> int:
         """Tokens that must be free before a turn begins; the 1 is an end token the harness may have to add."""
-        summary = num_request_tokens + self.max_summary_tokens if self.max_summaries else 0
-        return self.max_tokens_per_turn + 1 + self.max_result_tokens + summary
+        return self.max_tokens_per_turn + 1 + self.max_result_tokens + num_summary_tokens
 
 
 class _Next(Enum):
@@ -181,7 +181,6 @@ class _Episode:
         self.workspace, self.toolbox = workspace, toolbox
         self.sampling = replace(sampling, stop_ids=template.stop_ids)
         self.summary_request = template.render_summary_request()
-        self.reserve = limits.reserve(len(self.summary_request))
         self.windows: list[_Window] = []
         self.messages: list[Message] = [Message(role=Role.USER, content=task.instruction)]
         self.events = toolbox.events
@@ -207,11 +206,12 @@ class _Episode:
 
     def _next(self) -> _Next:
         window = self.windows[-1]
-        if len(window.token_ids) + self.reserve <= self.limits.context_budget:
+        is_last = self.counts["num_summaries"] >= self.limits.max_summaries
+        summary = 0 if is_last else len(self.summary_request) + self.limits.max_summary_tokens
+        if len(window.token_ids) + self.limits.reserve(summary) <= self.limits.context_budget:
             return _Next.ACT
         # A window without a turn holds nothing to sum up: another summary would not make it shorter.
-        can_summarize = window.generations and self.counts["num_summaries"] < self.limits.max_summaries
-        return _Next.SUMMARIZE if can_summarize else _Next.STOP
+        return _Next.STOP if is_last or not window.generations else _Next.SUMMARIZE
 
     async def _sample(self, kind: SpanKind, max_tokens: int) -> tuple[Generation, list[int]]:
         window, index = self.windows[-1], len(self.windows) - 1

@@ -161,7 +161,7 @@ class TinyTemplate:
             calls.append(malformed(f"{self.tokenizer.decode([stray])} is not a call"))
         elif not starts and ended and FOREIGN_CALL.search(text):
             calls.append(malformed("a call begins with one of " + " ".join(f"<|{name}|>" for name in CALL_NAMES)))
-        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=False):
             name = self._call_of_id[ids[start]]
             if stop == len(ids) and not ended:
                 calls.append(malformed(f"{name} was cut before <|end|>"))
