@@ -56,7 +56,10 @@ def read_file(path: str) -> bytes:
 def write_file(path: str, data: bytes) -> None:
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
     mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.isfile(path) else 0o644
     new_path = path + _NEW_SUFFIX
     if os.path.lexists(new_path):

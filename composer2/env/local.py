@@ -105,13 +105,17 @@ class LocalPod:
 
     async def destroy(self) -> None:
         """Kill everything and wait until it is gone."""
-        await self._server.kill(self.number)
         self.forget("it was destroyed")
+        await self._server.kill(self.number)
 
     def forget(self, reason: str) -> None:
         """The pod is gone: later requests fail with `reason`."""
         self._why_gone = self._why_gone or reason
-        self._stream.close()
+        if self._lock.locked():  # closing a socket that the event loop waits for would leave it waiting
+            with contextlib.suppress(OSError):
+                self._stream.shutdown(socket.SHUT_RDWR)
+        else:
+            self._stream.close()
 
     async def _request(
         self, head: Mapping[str, Any], body: bytes = b"", *, seconds: float = _FILE_SECONDS
@@ -127,12 +131,15 @@ class LocalPod:
                 self._break(f"no answer to {head['op']} within {seconds:.0f} s")
                 raise PodError(f"pod {self.pod_id}: {self._why_gone}") from error
             except (OSError, EOFError, ValueError) as error:
-                reason = await self._server.why_gone(self.number)
+                reason = self._why_gone or await self._server.why_gone(self.number)
                 self._break(reason)
                 raise PodError(f"pod {self.pod_id} is gone: {reason}") from error
             except asyncio.CancelledError:
                 self._break("a request was cancelled")
                 raise
+            finally:
+                if self._why_gone:
+                    self._stream.close()
         if "error" in answer:
             self._raise(answer["error"])
         return answer, data

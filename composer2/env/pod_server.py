@@ -14,6 +14,7 @@ deterministic. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,9 +43,14 @@ class _Pod:
     """What the server remembers of a live pod."""
 
     pid: int
+    pidfd: int
     slot: int
     ends_at: float
     folder: str = ""
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
 @dataclass(kw_only=True)
@@ -77,7 +83,7 @@ class Server:
                     return
             for pod in self.pods.values():
                 if pod.ends_at <= time.monotonic():
-                    os.kill(pod.pid, signal.SIGKILL)
+                    pod.kill()
 
     def _take_request(self, poll: select.poll) -> bool:
         packet, fds, _, _ = socket.recv_fds(self.control, MAX_PACKET_BYTES, 1)
@@ -92,7 +98,7 @@ class Server:
             if pidfd >= 0:
                 poll.register(pidfd, select.POLLIN)
         elif request["kill"] in self.pods:
-            os.kill(self.pods[request["kill"]].pid, signal.SIGKILL)
+            self.pods[request["kill"]].kill()
         return True
 
     def create(self, number: int, limits: dict[str, Any], stream_fd: int) -> int:
@@ -129,7 +135,7 @@ class Server:
                 os.close(fd)
         pidfd = os.pidfd_open(pid)
         ends_at = time.monotonic() + limits["wall_seconds"]
-        self.pods[number] = _Pod(pid=pid, slot=slot, ends_at=ends_at, folder=folder)
+        self.pods[number] = _Pod(pid=pid, pidfd=pidfd, slot=slot, ends_at=ends_at, folder=folder)
         self.numbers[pidfd] = number
         return pidfd
 
@@ -188,7 +194,8 @@ class Server:
         number = self.numbers.pop(pidfd)
         pod = self.pods.pop(number)
         os.close(pidfd)
-        os.waitpid(pod.pid, 0)
+        with contextlib.suppress(ChildProcessError):  # a neighbour's burial may have reaped it
+            os.waitpid(pod.pid, 0)
         if pod.folder:
             self._kill_orphans()
             shutil.rmtree(pod.folder, ignore_errors=True)
@@ -199,9 +206,12 @@ class Server:
 
     def _kill_orphans(self) -> None:
         """Without pid namespaces: end what dead pods left, which is now below this process."""
-        kept = {pid for pod in self.pods.values() for pid in (pod.pid, *descendants(pod.pid))}
-        while reap_any() and (left := set(descendants(os.getpid())) - kept):
-            kill_each(left)
+        while reap_any():
+            below = set(descendants(os.getpid()))  # before the next line: a pod's new process is then in both
+            kept = {pid for pod in self.pods.values() for pid in (pod.pid, *descendants(pod.pid))}
+            if not below - kept:
+                return
+            kill_each(below - kept)
             time.sleep(0.0005)
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -266,13 +276,11 @@ def main(mode: str, host_pid: int, control_fd: int) -> NoReturn:
         os._exit(1)
     launcher_pid = os.getpid()
     pid = os.fork()
-    if pid == 0:
-        try:
-            isolate.die_with_parent(signal.SIGKILL)
-            os.close(host)
-            _serve(control, isolated=isolated, uid_base=uid_base, launcher_pid=launcher_pid)
-        finally:
-            os._exit(1)
+    if pid == 0:  # an error from here on ends the server with its traceback on the stream the host reads
+        isolate.die_with_parent(signal.SIGKILL)
+        os.close(host)
+        _serve(control, isolated=isolated, uid_base=uid_base, launcher_pid=launcher_pid)
+        os._exit(0)
     control.close()
     server = os.pidfd_open(pid)
     poll = select.poll()
