@@ -160,7 +160,7 @@ class TinyTemplate:
         if stray is not None:
             calls.append(malformed(f"{self.tokenizer.decode([stray])} is not a call"))
         elif not starts and ended and FOREIGN_CALL.search(text):
-            calls.append(malformed("a call begins with one of " + " ".join(f"<|{name}|>" for name in CALL_NAMES)))
+            calls.append(malformed("a call begins with its own token, as <|run|>"))
         for start, stop in zip(starts, [*starts[1:], len(ids)], strict=False):
             name = self._call_of_id[ids[start]]
             if stop == len(ids) and not ended:
