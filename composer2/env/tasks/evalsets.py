@@ -275,13 +275,13 @@ def stdlib_functions() -> tuple[RealFunction, ...]:
 
 
 def _is_pure(function: ast.FunctionDef) -> bool:
-    """Whether names are all local or harmless builtins, without decorators, imports, global state or yields."""
+    """Whether names are all local or harmless builtins, without decorators, imports, global state, yields, powers."""
     a = function.args
     if function.decorator_list or a.kwonlyargs or a.vararg or a.kwarg or not 1 <= len(a.args) - len(a.defaults) <= 3:
         return False
     local = {argument.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for argument in node.args}
     used: set[str] = set()
-    banned = (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.With, ast.ClassDef)
+    banned = (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.With, ast.Pow)
     for node in ast.walk(function):
         if isinstance(node, banned) or (isinstance(node, ast.Attribute) and node.attr.startswith("_")):
             return False

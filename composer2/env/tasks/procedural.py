@@ -33,6 +33,10 @@ from composer2.types import CallStatus, Task, TestCase
 
 SPLITS = ("train", "dev", "test", "ood")
 VARIANTS = ("plain", "long", "unopened", "search")
+MAX_CHARS = {"plain": 500, "long": 230, "unopened": 230, "search": 230}
+"""Longest function of each variant: a file that is read must fit an answer, a long file must leave room to act."""
+LONG_CHARS = (260, 360)
+"""Size of a "long" file: about 150 to 200 tokens of a small vocabulary."""
 PATHS = ("main.py", "code.py", "util.py", "core.py", "base.py", "data.py", "text.py", "list.py")
 
 
@@ -262,6 +266,8 @@ def generate_task(rng: random.Random, split: str = "train", config: TaskConfig |
     variant = rng.choices(VARIANTS, config.variant_weights())[0]
     while True:
         function = generate_function(rng, split)
+        if len(function.source) > MAX_CHARS[variant]:
+            continue
         calls = draw_calls(rng, function, config.num_tests)
         compiled = compile_calls(calls)
         path = PATHS[int(rng.random() * len(PATHS))] if variant in ("unopened", "search") else PATHS[0]
@@ -282,7 +288,9 @@ def _dress(
     others: dict[str, str] = {}
     instruction = {"unopened": f"fix {path}", "search": f"fix {function.name}"}.get(variant, "")
     if variant == "long":
-        helpers = _helpers(rng, split, {function.name}, 1 + (rng.random() < 0.2), max_lines=6)
+        low, high = LONG_CHARS
+        size = len(function.source)
+        helpers = _helpers(rng, split, function, at_least=low - size, at_most=high - size)
         above = [h.source for h in helpers if rng.random() < 0.5]
         below = [h.source for h in helpers if h.source not in above]
         shift = sum(text.count("\n") + 1 for text in above)
@@ -290,10 +298,9 @@ def _dress(
         bug = Bug("\n".join((*above, bug.source, *below)), fix, bug.passed)
         reference = "\n".join((*above, reference, *below))
     elif variant == "search":
-        paths = rng.sample([p for p in PATHS if p != path], 2)
-        others = {
-            p: h.source for p, h in zip(paths, _helpers(rng, split, {function.name}, 2, max_lines=9), strict=True)
-        }
+        helpers = _helpers(rng, split, function, at_least=150, at_most=400)
+        paths = rng.sample([p for p in PATHS if p != path], len(helpers))
+        others = {p: helper.source for p, helper in zip(paths, helpers, strict=True)}
     return make_task(
         bug=bug,
         reference=reference,
@@ -307,13 +314,17 @@ def _dress(
     )
 
 
-def _helpers(rng: random.Random, split: str, taken: set[str], count: int, *, max_lines: int) -> list[Function]:
-    """Correct functions of the same split, with other names and at most `max_lines` lines."""
+def _helpers(rng: random.Random, split: str, function: Function, *, at_least: int, at_most: int) -> list[Function]:
+    """Correct functions with other names, until together they have the wanted number of characters.
+
+    They are of the same split; beside held-out skeletons stand held-out compositions, which can be shorter.
+    """
     helpers: list[Function] = []
-    names = set(taken)
-    while len(helpers) < count:
-        helper = generate_function(rng, split)
-        if helper.name not in names and helper.source.count("\n") <= max_lines:
-            names.add(helper.name)
+    size = 0
+    while size < at_least:
+        helper = generate_function(rng, "test" if split == "ood" else split)
+        fits = size + len(helper.source) <= at_most
+        if fits and helper.name not in {function.name, *(other.name for other in helpers)}:
             helpers.append(helper)
+            size += len(helper.source) + 1
     return helpers

@@ -105,18 +105,22 @@ def instrument(source: str) -> str:
     return DEF.sub(r"\1@_entry\n\1def ", source)
 
 
-def is_simple(value: object, depth: int = 0) -> bool:
-    """Whether plain `repr` writes the value as a pod would: numbers, text, None, and lists, tuples, dicts of them."""
-    kind = type(value)
-    if kind in (int, str, bool, float, type(None)):
-        return True
-    if depth > 6:
-        return False
-    if kind is list or kind is tuple:
-        return all(is_simple(v, depth + 1) for v in value)  # type: ignore[attr-defined]
-    if kind is dict:
-        return all(is_simple(k, depth + 1) and is_simple(v, depth + 1) for k, v in value.items())  # type: ignore[attr-defined]
-    return False
+def is_simple(value: object) -> bool:
+    """Whether `repr` writes the value as a pod would: numbers, text, None, and small lists, tuples, dicts of them."""
+    open_values = [value]
+    for _ in range(MAX_VALUE_CHARS):
+        if not open_values:
+            return True
+        item = open_values.pop()
+        kind = type(item)
+        if kind is list or kind is tuple:
+            open_values += item  # type: ignore[arg-type]
+        elif kind is dict:
+            open_values += item.keys()  # type: ignore[attr-defined]
+            open_values += item.values()  # type: ignore[attr-defined]
+        elif kind not in (int, str, bool, float, type(None)):
+            return False
+    return not open_values
 
 
 def compile_calls(calls: Sequence[str]) -> list[CodeType]:
