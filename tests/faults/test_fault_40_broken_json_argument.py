@@ -21,6 +21,7 @@ def test_error_goes_to_the_model_and_the_group_is_whole(fakes):
                     [[*tokenizer.encode(t), template.stop_ids[0]] for t in script],
                     template=template,
                     max_tokens_per_turn=200,
+                    context_budget=4000,
                 )
                 for script in scripts
             )
