@@ -117,22 +117,21 @@ def apply_mutation(source: str, mutation: Mutation) -> str:
 def as_edit(line: str, number: int, start: int, stop: int, new: str, kind: str) -> Mutation:
     """Write "replace columns [start, stop) of `line` by `new`" as an edit whose first match is that place.
 
-    Grows `old` by whole tokens, alternately right and left, until its first aligned occurrence is the place itself.
+    Grows `old` by as few whole tokens as it takes until its first aligned occurrence is the place itself.
     """
     tokens = split_line(line)
     first = next(n for n, t in enumerate(tokens) if t.stop > start)
     last = next(n for n in range(len(tokens) - 1, -1, -1) if tokens[n].start < stop)
-    for grow in range(2 * len(tokens)):
-        left = max(first - grow // 2, 0)
-        right = min(last + (grow + 1) // 2, len(tokens) - 1)
-        begin, end = min(tokens[left].start, start), max(tokens[right].stop, stop)
-        if begin > 0 and line[begin - 1] == " ":
-            begin -= 1
-        old = line[begin:end]
-        if find_edit(line, line=1, old=old) == begin:
-            break
-    head = line[begin:start]
-    return Mutation(number, old, head + new + line[stop:end], kind)
+    for grow in range(len(tokens)):
+        for more in range(min(grow, first) + 1):
+            left, right = first - more, min(last + grow - more, len(tokens) - 1)
+            begin, end = min(tokens[left].start, start), max(tokens[right].stop, stop)
+            if begin > 0 and line[begin - 1] == " ":
+                begin -= 1
+            old = line[begin:end]
+            if find_edit(line, line=1, old=old) == begin:
+                return Mutation(number, old, line[begin:start] + new + line[stop:end], kind)
+    raise AssertionError(f"the whole line is no match of itself: {line!r}")
 
 
 def code_lines(source: str) -> Iterator[tuple[int, str]]:
@@ -239,7 +238,8 @@ def name_mutations(
         for other in variables:
             if other != token.text:
                 yield token.start, token.stop, other, "variable"
-    subscript = before == "[" and n >= 2 and (tokens[n - 2].text[-1].isalnum() or tokens[n - 2].text[-1] in "_)]")
+    holder = tokens[n - 2].text if n >= 2 else ""
+    subscript = before == "[" and holder not in KEYWORDS and (holder[-1:].isalnum() or holder[-1:] in ("_", ")", "]"))
     if (subscript or before == ":") and after in ("]", ":"):
         yield token.start, token.stop, f"{token.text} + 1", "index"
         yield token.start, token.stop, f"{token.text} - 1", "index"

@@ -118,7 +118,10 @@ def is_simple(value: object) -> bool:
         elif kind is dict:
             open_values += item.keys()  # type: ignore[attr-defined]
             open_values += item.values()  # type: ignore[attr-defined]
-        elif kind not in (int, str, bool, float, type(None)):
+        elif kind is int:
+            if item.bit_length() > MAX_BITS:  # type: ignore[attr-defined]
+                return False
+        elif kind not in (str, bool, float, type(None)):
             return False
     return not open_values
 
