@@ -91,3 +91,8 @@ def test_tests_pass_and_fail():
         TestCase(name="c", module="m.py", call="f('')", raises="TypeError"),
     ]
     assert run_tests("def f(x):\n    return x + 1\n", tests) == [True, False, True]
+
+
+def test_strange_code_warns_nobody(recwarn):
+    assert outcomes("def f():\n    return 3[0]\n", "f()") == [(CallStatus.RAISED, "TypeError")]
+    assert len(recwarn) == 0
