@@ -57,12 +57,10 @@ class ReconcilerConfig:
     """Positions of later steps never start; None: no end."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "group_size", "min_valid"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ReconcilerConfig.{name} is {getattr(self, name)}, accepted is >= 1")
-        for name in ("max_staleness", "max_retries"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"ReconcilerConfig.{name} is {getattr(self, name)}, accepted is >= 0")
+        smallest = {"prompts_per_step": 1, "group_size": 1, "min_valid": 1, "max_staleness": 0, "max_retries": 0}
+        for name, least in smallest.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"ReconcilerConfig.{name} is {getattr(self, name)}, accepted is >= {least}")
         if self.num_slots < self.group_size:
             raise ValueError(
                 f"ReconcilerConfig.num_slots is {self.num_slots}, accepted is >= group_size ({self.group_size})"
@@ -185,11 +183,6 @@ class Reconciler:
         return True
 
     @property
-    def num_queued(self) -> int:
-        """Tasks offered that no position has taken yet."""
-        return len(self._queue)
-
-    @property
     def needs_task(self) -> bool:
         """True when the next position could start, but for a task."""
         position = self._startable()
@@ -198,13 +191,11 @@ class Reconciler:
     def next_start(self) -> Start | None:
         """Start the lowest startable position, all its samples at once; None when nothing may start now."""
         position = self._startable()
-        if position is None:
+        if position is None or self.needs_task:
             return None
-        entry = self._entries.get(position)
-        if entry is None:
-            if not self._queue:
-                return None
-            entry = self._entries[position] = _Entry(task_id=self._queue.popleft())
+        if position not in self._entries:
+            self._entries[position] = _Entry(task_id=self._queue.popleft())
+        entry = self._entries[position]
         entry.state = GroupState.RUNNING
         entry.attempt = self._next_attempt
         self._next_attempt += 1
@@ -326,8 +317,7 @@ class Reconciler:
         run again. Groups that were in training are ready again, for the weights are those before the step."""
         if snapshot.get("format") != SNAPSHOT_FORMAT:
             raise ValueError(f"snapshot format is {snapshot.get('format')!r}, accepted is {SNAPSHOT_FORMAT}")
-        shape = [config.prompts_per_step, config.group_size]
-        if list(snapshot["shape"]) != shape:
+        if list(snapshot["shape"]) != (shape := [config.prompts_per_step, config.group_size]):
             raise ValueError(f"[prompts_per_step, group_size] is {shape}, accepted on restart is {snapshot['shape']}")
         self = cls(config, admission)
         self.version = int(snapshot["version"])
@@ -364,11 +354,9 @@ class Reconciler:
         while self.state_of(position) not in (None, GroupState.PENDING):
             position += 1
         limit = self.config.num_steps
-        if limit is not None and position >= limit * self.config.prompts_per_step:
-            return None
-        if self.num_in_flight + self.config.group_size > self.config.num_slots:
-            return None
-        if not self.admission.may_start(groups_started=position, policy_version=self.version):
+        is_last = limit is not None and position >= limit * self.config.prompts_per_step
+        is_full = self.num_in_flight + self.config.group_size > self.config.num_slots
+        if is_last or is_full or not self.admission.may_start(groups_started=position, policy_version=self.version):
             return None
         return position
 
@@ -402,8 +390,7 @@ class Reconciler:
     def _fail(self, position: int, entry: _Entry) -> None:
         self.counters.num_failed_attempts += 1
         entry.num_failures += 1
-        entry.state = GroupState.PENDING
-        entry.samples = []
+        entry.state, entry.samples = GroupState.PENDING, []
         if entry.num_failures > self.config.max_retries:
-            self.counters.num_replaced_tasks += 1
             del self._entries[position]
+            self.counters.num_replaced_tasks += 1
