@@ -1,4 +1,193 @@
-"""The `composer2` command.
+"""The `composer2` command: parse, wire, call.
 
-Source: row X1.
+    composer2 train PRESET [--run-dir DIR] [--quiet | --json] [--FIELD VALUE …]   the whole pipeline; resumes
+    composer2 cpt | sft | rl | eval PRESET …       the same up to that stage
+    composer2 generate --model RUN --prompt TEXT   continue a text
+    composer2 solve DIR "what is wrong" --model RUN [--apply]
+    composer2 report RUN                           write the report again
+    composer2 inspect run RUN [N]                  read a run, its rollouts turn by turn
+
+Source: rows X1 X2 X4 X5.
 """
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from composer2.log import Console, Mode, fail
+
+TRAINING = {"train": "report", "cpt": "cpt-long", "sft": "sft", "rl": "rl", "eval": "eval-rl"}
+"""Commands that run the pipeline, and the stage each one ends with."""
+
+
+def _mode(quiet: bool, json: bool) -> Mode:
+    if quiet and json:
+        fail("--quiet and --json exclude each other")
+    return "quiet" if quiet else "json" if json else "rich"
+
+
+def _parser(command: str, summary: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"composer2 {command}", description=summary, allow_abbrev=False)
+    parser.add_argument("--quiet", action="store_true", help="print results only")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per event")
+    return parser
+
+
+def _train(command: str, argv: Sequence[str]) -> int:
+    from composer2.config import apply_overrides, choose_preset
+    from composer2.recipes import PRESETS
+
+    summary = (
+        f"Runs the pipeline up to {TRAINING[command]}; the same command resumes. Every field of the preset can be "
+        "overridden, e.g. --rl.num-steps 50; --fields lists them."
+    )
+    parser = _parser(command, summary)
+    parser.add_argument("preset", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/PRESET, with -seedN when the seed is not 0")
+    parser.add_argument("--unsafe-process-pods", action="store_true", help="accept pods without isolation")
+    parser.add_argument("--fields", action="store_true", help="list every field of the preset and leave")
+    options, overrides = parser.parse_known_args(argv)
+    config = choose_preset(options.preset, {name: make() for name, make in PRESETS.items()})
+    if options.fields:
+        overrides = ["--help"]
+    config = apply_overrides(config, overrides, prog=f"composer2 {command} {options.preset}")
+    if options.unsafe_process_pods:
+        config = replace(config, pods=replace(config.pods, allow_unsafe=True))
+    suffix = "" if config.seed == 0 else f"-seed{config.seed}"
+    folder = options.run_dir or Path("runs") / f"{options.preset}{suffix}"
+
+    from composer2.env.pod import open_backend
+    from composer2.pipeline import Run, run_stages
+    from composer2.types import PodError
+
+    with Console(_mode(options.quiet, options.json)) as console:
+        if command not in ("cpt", "sft"):
+            try:
+                _, reason = open_backend(config.pods.backend, allow_unsafe=config.pods.allow_unsafe)
+            except PodError as error:
+                fail(str(error))
+            console.note(f"pods: {reason}")
+        try:
+            run = Run(folder, config, console)
+        except ValueError as error:
+            fail(str(error))
+        if not run_stages(run, last=TRAINING[command]):
+            return 130
+        if command == "train":
+            console.final(f"report: {folder / 'report.html'}", report=str(folder / "report.html"))
+        else:
+            console.final(f"run: {folder}", run=str(folder))
+    return 0
+
+
+def _generate(argv: Sequence[str]) -> int:
+    parser = _parser("generate", "Continues a text with a model of a run.")
+    parser.add_argument("--model", type=Path, required=True, help="a run directory")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    from composer2.use import generate
+
+    text = generate(
+        options.model, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
+    )
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.final(options.prompt + text, completion=text)
+    return 0
+
+
+def _solve(argv: Sequence[str]) -> int:
+    parser = _parser("solve", "Lets the agent repair a folder in a pod; the folder changes only with --apply.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("instruction", nargs="?", default="")
+    parser.add_argument("--model", type=Path, required=True, help="a run directory")
+    parser.add_argument("--apply", action="store_true", help="write the changed files back")
+    parser.add_argument("--samples", type=int, default=8, help="episodes; the first that passes the tests is shown")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unsafe-process-pods", action="store_true", help="accept pods without isolation")
+    options = parser.parse_args(argv)
+    from composer2.inspect_run import rollout_record, rollout_view
+    from composer2.use import changed_files, solve
+
+    task, rollout = solve(
+        options.folder,
+        options.instruction,
+        options.model,
+        samples=options.samples,
+        seed=options.seed,
+        allow_unsafe=options.unsafe_process_pods,
+    )
+    record = rollout_record(task, rollout)
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.show(rollout_view(record), record)
+        changed = changed_files(task, rollout)
+        if options.apply:
+            for path, text in changed.items():
+                (options.folder / path).write_text(text, encoding="utf-8")
+        verb = "changed" if options.apply else "would change (use --apply)"
+        console.final(f"{verb}: {', '.join(changed) or 'nothing'}", changed=list(changed), passed=rollout.passed)
+    return 0 if rollout.passed else 1
+
+
+def _report(argv: Sequence[str]) -> int:
+    parser = _parser("report", "Writes report.html of a run again, from its own files.")
+    parser.add_argument("run", type=Path)
+    options = parser.parse_args(argv)
+    from composer2.report import write_report
+
+    path = write_report(options.run)
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.final(f"report: {path}", report=str(path))
+    return 0
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    if not argv or argv[0] != "run":
+        fail("inspect takes `run RUN_DIR`")
+    parser = _parser("inspect run", "Shows a run, its list of rollouts, or one rollout turn by turn.")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("rollout", nargs="?", type=int, help="number of a rollout")
+    parser.add_argument("--list", action="store_true", help="list the rollouts")
+    options = parser.parse_args(argv[1:])
+    from composer2.inspect_run import inspect_run
+
+    renderable, data = inspect_run(options.run, rollout=options.rollout, show_list=options.list)
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.show(renderable, data)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    **{name: (lambda argv, name=name: _train(name, argv)) for name in TRAINING},  # type: ignore[misc]
+    "generate": _generate,
+    "solve": _solve,
+    "report": _report,
+    "inspect": _inspect,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        Console().final(__doc__ or "")
+        return 0
+    command, *rest = argv
+    if command not in COMMANDS:
+        from composer2.config import nearest_names
+
+        fail(f"command is {command!r}, accepted are {', '.join(COMMANDS)}{nearest_names(command, COMMANDS)}")
+    try:
+        return COMMANDS[command](rest)
+    except (ValueError, FileNotFoundError) as error:
+        fail(str(error), exit_code=1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

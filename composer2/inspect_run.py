@@ -260,8 +260,8 @@ def call_text(call: Mapping[str, Any]) -> str:
 def inspect_run(
     run_dir: Path | str, *, rollout: int | None = None, show_list: bool = False
 ) -> tuple[RenderableType, Record]:
-    """What `composer2 inspect run DIR` shows, for people and as one dict: the overview, the list of rollouts, or rollout
-    number `rollout`. ValueError names an impossible number."""
+    """What `composer2 inspect run DIR` shows, for people and as one dict: the overview, the list of rollouts, or
+    rollout number `rollout`. ValueError names an impossible number."""
     run = load_run(run_dir)
     if rollout is not None:
         if not 0 <= rollout < len(run.rollouts):

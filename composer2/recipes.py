@@ -1,4 +1,234 @@
-"""Complete runs as functions.
+"""Complete runs as configs: `tiny-smoke`, `tiny`, `tiny-long` on a CPU, `small` on one GPU.
 
-Source: report §3 and §4 (the order of the stages).
+In: a name. Out: a `RunConfig` with every choice of a run in it; the stages themselves are in `pipeline.py`.
+
+Source: report §3 and §4 (the order of the stages); rows M8 P3 R1 X1.
+Choice: the report gives neither learning rates nor data sizes; the values of `tiny` are those at which a policy of
+1.7 million parameters learns this task family in minutes.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from composer2.env.harness import EpisodeLimits
+from composer2.env.tasks.expert import ExpertConfig
+from composer2.env.tasks.procedural import TaskConfig
+from composer2.model.config import ModelConfig
+from composer2.model.pretrain.config import CptConfig, MtpConfig, SftConfig
+from composer2.model.pretrain.corpus import CorpusConfig
+from composer2.rl.evaluate import EvalSpec
+from composer2.rl.length_penalty import LengthPenaltyConfig
+from composer2.rl.reward import RewardComponent, RewardConfig
+from composer2.rl.train import RLConfig
+from composer2.runner import EngineConfig, PodsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is evaluated before and after RL, and during it."""
+
+    sets: tuple[EvalSpec, ...] = (
+        EvalSpec(name="test", num_tasks=300),
+        EvalSpec(name="ood", num_tasks=100),
+        EvalSpec(name="humaneval", num_tasks=100),
+    )
+    """Evaluated on the fine-tuned and on the final policy."""
+    during: EvalSpec = EvalSpec(name="dev", num_tasks=64, num_samples=4)
+    """Evaluated every `rl.eval_every` steps."""
+    mismatch_tasks: int = 110
+    """Tasks of the trainer/sampler mismatch measurement, 8 samples each; 0 leaves it out."""
+    task_seed: int = 7
+    """Evaluation tasks depend on this alone, so that runs of different seeds compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a run; saved with it as config.json."""
+
+    preset: str
+    """Name the run began from."""
+    seed: int = 0
+    """Seed of weights, data order, tasks and sampling."""
+    device: str = "cpu"
+    """Device of the trainer: cpu or cuda. The built-in sampler runs on the CPU."""
+    vocab_size: int = 1024
+    """Tokens of the byte-level BPE, specials included."""
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    """Text of continued pretraining."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy before the context extension; `vocab_size` follows the tokenizer."""
+    cpt: CptConfig = field(default_factory=CptConfig)
+    """Phases 1 and 2."""
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    """Multi-token-prediction layers."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Phase 3."""
+    tasks: TaskConfig = field(default_factory=TaskConfig)
+    """Task family."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    """Scripted transcripts of phase 3."""
+    episode: EpisodeLimits = field(default_factory=EpisodeLimits)
+    """Limits of one episode."""
+    pods: PodsConfig = field(default_factory=PodsConfig)
+    """Where untrusted code runs."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """The sampler."""
+    rl: RLConfig = field(default_factory=RLConfig)
+    """Reinforcement learning."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"RunConfig.device is {self.device!r}, accepted is 'cpu' or 'cuda'")
+        if self.episode.context_budget > self.engine.max_len:
+            raise ValueError(
+                f"RunConfig.engine.max_len is {self.engine.max_len}, accepted is at least episode.context_budget "
+                f"({self.episode.context_budget})"
+            )
+        if self.engine.num_slots < self.rl.group_size:
+            raise ValueError(
+                f"RunConfig.engine.num_slots is {self.engine.num_slots}, accepted is at least rl.group_size "
+                f"({self.rl.group_size})"
+            )
+
+
+def tiny_reward() -> RewardConfig:
+    """Correctness minus the concave length penalty on solved tasks; every behaviour is logged at weight 0.
+
+    Choice: charging failed rollouts for length teaches a weak policy to give up, so only solved ones pay."""
+    weights = {
+        "correctness": 1.0,
+        "length_penalty": -0.1,
+        "passed_frac": 0.0,
+        "bad_tool_calls": 0.0,
+        "invalid_edit": 0.0,
+        "repeated_edit": 0.0,
+        "unfinished": 0.0,
+        "comments_cot": 0.0,
+        "terminal_only": 0.0,
+    }
+    return RewardConfig(
+        components=tuple(RewardComponent(name=name, weight=weight) for name, weight in weights.items()),
+        length=LengthPenaltyConfig(apply_to="passed"),
+    )
+
+
+def tiny() -> RunConfig:
+    """The quick start: a quarter of an hour on two CPU cores."""
+    return RunConfig(
+        preset="tiny",
+        corpus=CorpusConfig(max_bytes=4_000_000),
+        model=ModelConfig(initializer_range=0.04),
+        cpt=CptConfig(phase1_steps=150, phase2_steps=20, phase2_seq_len=448, phase2_rows=8),
+        episode=EpisodeLimits(
+            max_turns=4,
+            max_tokens_per_turn=24,
+            max_result_tokens=128,
+            context_budget=416,
+            max_summaries=1,
+            max_summary_tokens=32,
+            run_timeout=0.05,
+            share_runs=True,
+        ),
+        engine=EngineConfig(num_slots=160, max_len=416),
+        rl=RLConfig(num_steps=130, eval_every=0, reward=tiny_reward()),
+    )
+
+
+def tiny_smoke() -> RunConfig:
+    """Every stage in about a minute; nothing is learnt worth the name."""
+    base = tiny()
+    return replace(
+        base,
+        preset="tiny-smoke",
+        vocab_size=512,
+        corpus=CorpusConfig(max_bytes=400_000),
+        model=replace(
+            base.model,
+            hidden_size=64,
+            num_hidden_layers=2,
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_attention_heads=2,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        ),
+        cpt=CptConfig(
+            phase1_steps=24,
+            phase1_rows=8,
+            phase1_seq_len=128,
+            phase2_steps=4,
+            phase2_rows=4,
+            phase2_seq_len=448,
+            warmup_steps=4,
+            num_eval_points=10,
+            eval_rows=8,
+        ),
+        mtp=MtpConfig(num_steps=4, seq_len=128),
+        sft=SftConfig(num_steps=20, schedule_steps=40, batch_size=8),
+        rl=replace(base.rl, num_steps=4, prompts_per_step=4, group_size=4, eval_every=2, checkpoint_every=1),
+        eval=EvalConfig(
+            sets=(
+                EvalSpec(name="test", num_tasks=8, num_samples=4),
+                EvalSpec(name="ood", num_tasks=4, num_samples=4),
+                EvalSpec(name="humaneval", num_tasks=4, num_samples=4),
+            ),
+            during=EvalSpec(name="dev", num_tasks=4, num_samples=2),
+            mismatch_tasks=4,
+        ),
+    )
+
+
+def tiny_long() -> RunConfig:
+    """About an hour on two CPU cores: fine-tuning to the end of its schedule, twice the RL steps."""
+    base = tiny()
+    return replace(
+        base,
+        preset="tiny-long",
+        cpt=replace(base.cpt, phase1_steps=300),
+        sft=replace(base.sft, num_steps=2000, schedule_steps=2400),
+        rl=replace(base.rl, num_steps=400, eval_every=100),
+    )
+
+
+def small() -> RunConfig:
+    """One GPU: about 60 million parameters, longer text, the same task family. Not run on a GPU yet."""
+    base = tiny()
+    return replace(
+        base,
+        preset="small",
+        device="cuda",
+        vocab_size=4096,
+        corpus=CorpusConfig(max_bytes=40_000_000),
+        model=replace(
+            base.model,
+            hidden_size=512,
+            num_hidden_layers=8,
+            intermediate_size=1536,
+            moe_intermediate_size=384,
+            n_routed_experts=16,
+            num_attention_heads=8,
+            kv_lora_rank=128,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+        ),
+        cpt=replace(base.cpt, phase1_steps=400, phase1_rows=64, phase1_seq_len=512, phase2_seq_len=1024, lr=1e-3),
+        mtp=replace(base.mtp, seq_len=512, rows=32),
+        sft=replace(base.sft, num_steps=800, schedule_steps=1200, batch_size=64, lr=1e-3),
+        engine=replace(base.engine, max_len=512),
+    )
+
+
+PRESETS: Mapping[str, Callable[[], RunConfig]] = {
+    "tiny-smoke": tiny_smoke,
+    "tiny": tiny,
+    "tiny-long": tiny_long,
+    "small": small,
+}

@@ -12,8 +12,9 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -52,7 +53,7 @@ class EngineConfig:
     """Tokens of one window."""
     dtype: str = "float32"
     """float32, bfloat16 or float64."""
-    cache_on_update: str = "keep"
+    cache_on_update: Literal["keep", "recompute"] = "keep"
     """`keep` or `recompute` the KV cache when new weights arrive in the middle of a rollout (row A3)."""
     num_concurrent_groups: int = 16
     """Groups running at once in one worker."""
@@ -120,7 +121,7 @@ class EpisodeRunner:
 
     def stats(self) -> dict[str, float]:
         """Engine and grader counters."""
-        return {f"engine_{name}": float(value) for name, value in dict(self.engine.stats).items()}
+        return {f"engine_{name}": float(value) for name, value in asdict(self.engine.stats).items()}
 
     async def run_cohort(self, requests: Sequence[GroupRequest], done: Callable[[int, Group], None]) -> None:
         """All groups of one request list. In lockstep every episode joins before the first token is drawn."""
@@ -159,7 +160,7 @@ class EpisodeRunner:
                 sampling=SamplingParams(temperature=request.temperature),
                 session=f"{request.key}.{index}",
                 group=str(request.key),
-                seed=stable_seed(request.seed, request.key, index),
+                seed=stable_seed(request.seed, index),
                 sample_index=index,
             )
 

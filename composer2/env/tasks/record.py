@@ -10,10 +10,11 @@ calls, not in seconds, so that a seed gives the same tasks on any machine under 
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -185,3 +186,29 @@ def run_tests(source: str, tests: Sequence[TestCase], *, compiled: Sequence[Code
     """Pass or fail of every test on trusted source, in order."""
     outcomes = run_calls(source, compiled or compile_calls([test.call for test in tests]))
     return [is_passing(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+
+
+def plain_tests(test_files: Mapping[str, str], modules: Mapping[str, str]) -> list[TestCase]:
+    """Tests from `assert CALL == LITERAL` lines of test files: the module is the one that defines the called name.
+
+    Nothing is executed. Assertions of any other form are left out."""
+    owners = {
+        node.name: path for path, text in modules.items() for node in ast.parse(text).body if hasattr(node, "name")
+    }
+    tests = []
+    for path, text in test_files.items():
+        for node in ast.walk(ast.parse(text)):
+            if not (isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)):
+                continue
+            left, ops, rights = node.test.left, node.test.ops, node.test.comparators
+            if not (isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and isinstance(ops[0], ast.Eq)):
+                continue
+            if left.func.id not in owners:
+                continue
+            try:
+                expected = plain_repr(ast.literal_eval(rights[0]))
+            except ValueError:
+                continue
+            name = f"{path}:{node.lineno}"
+            tests.append(TestCase(name=name, module=owners[left.func.id], call=ast.unparse(left), expected=expected))
+    return tests

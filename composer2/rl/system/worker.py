@@ -179,6 +179,7 @@ class RolloutPool:
         self._max_restarts = max_restarts
         self._weights: tuple[int, Path] | None = None
         self.num_restarts = 0
+        self._held: list[tuple[int, Group]] = []
         self._workers = [self._start() for _ in range(num_workers)]
 
     def _start(self) -> _Worker:
@@ -212,8 +213,8 @@ class RolloutPool:
     def poll(self, timeout: float) -> list[tuple[int, Group]]:
         """Groups that ended, waiting at most `timeout` seconds for the first."""
         by_connection = {worker.connection: worker for worker in self._workers}
-        finished: list[tuple[int, Group]] = []
-        for connection in wait(list(by_connection), timeout):
+        finished, self._held = self._held, []
+        for connection in wait(list(by_connection), 0.0 if finished else timeout):
             worker = by_connection[connection]  # type: ignore[index]
             try:
                 while worker.connection.poll():
@@ -225,10 +226,17 @@ class RolloutPool:
     def collect(
         self, keys: Iterable[int], *, should_stop: Callable[[], bool], timeout: float = 0.5
     ) -> dict[int, Group]:
-        """Wait for all `keys`; returns early with what there is when `should_stop` says so."""
+        """Wait for all `keys`; returns early with what there is when `should_stop` says so. Other groups that end
+        meanwhile are kept for the next `poll`."""
         wanted, got = set(keys), dict[int, Group]()
+        others: list[tuple[int, Group]] = []
         while wanted - got.keys() and not should_stop():
-            got.update(self.poll(timeout))
+            for key, group in self.poll(timeout):
+                if key in wanted:
+                    got[key] = group
+                else:
+                    others.append((key, group))
+        self._held += others
         return got
 
     def stats(self) -> dict[str, float]:

@@ -1,0 +1,105 @@
+"""Using a trained run: continue a text, or let the agent repair a folder, with the harness and tools of training.
+
+Source: report §2 (the agent), row E6 (train/test match), X1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from composer2.config import load_config
+from composer2.env.tasks.record import plain_tests
+from composer2.model.checkpoint.native import load_model
+from composer2.model.engine.engine import Engine
+from composer2.model.engine.sequence import Request
+from composer2.model.tokenizer import Tokenizer
+from composer2.recipes import RunConfig
+from composer2.rl.system.worker import GroupRequest
+from composer2.runner import EpisodeRunner, PodsConfig, RunnerSpec
+from composer2.types import Group, Rollout, SamplingParams, Task
+
+MAX_FILE_BYTES = 20_000
+
+
+def newest_model(run: Path) -> Path:
+    """The last model a run has finished; ValueError when it has none."""
+    for name in ("rl", "sft", "cpt-long", "mtp", "cpt"):
+        if (run / "models" / name / "config.json").exists():
+            return run / "models" / name
+    raise ValueError(f"{run} holds no finished model, accepted is the directory of a run")
+
+
+def generate(run: Path, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> str:
+    """Text the newest model of a run puts after `prompt`."""
+    torch.set_num_threads(1)
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    model = load_model(newest_model(run))
+    token_ids = [tokenizer.special_id("doc"), *tokenizer.encode(prompt)]
+    engine = Engine(model, num_slots=1, max_len=max(len(token_ids) + max_tokens + 1, 32))
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=(tokenizer.special_id("doc"),))
+    engine.submit(Request(token_ids=tuple(token_ids), params=params, session="generate", seed=seed))
+    while True:
+        for finished in engine.step():
+            return tokenizer.decode(finished.generation.token_ids.tolist())
+
+
+def folder_task(folder: Path, instruction: str) -> Task:
+    """A task from a folder: its Python files; tests are the assertions `assert CALL == VALUE` in its test files.
+
+    Raises ValueError when the folder holds no module or no such assertion."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder, accepted is a folder with Python modules and test files")
+    paths = [path for path in sorted(folder.rglob("*.py")) if path.stat().st_size <= MAX_FILE_BYTES]
+    files = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
+    modules = {name: text for name, text in files.items() if not Path(name).name.startswith("test")}
+    tests = plain_tests({name: text for name, text in files.items() if name not in modules}, modules)
+    if not modules or not tests:
+        raise ValueError(
+            f"{folder} has {len(modules)} modules and {len(tests)} readable tests, accepted is at least one module and "
+            "one test file `test_*.py` with lines such as `assert f(1, [2]) == 3`"
+        )
+    return Task(
+        task_id=str(folder),
+        instruction=instruction,
+        files=modules,
+        recent_files=(tests[0].module,),
+        fail_to_pass=tuple(tests),
+    )
+
+
+def solve(
+    folder: Path, instruction: str, run: Path, *, samples: int, seed: int, allow_unsafe: bool
+) -> tuple[Task, Rollout]:
+    """Run `samples` episodes on a folder; returns the first that passes its tests, else the one that passes most."""
+    config = load_config(run / "config.json", RunConfig)
+    task = folder_task(folder, instruction)
+    spec = RunnerSpec(
+        model_dir=newest_model(run),
+        tokenizer_path=run / "tokenizer.json",
+        episode=config.episode,
+        engine=config.engine,
+        pods=PodsConfig(backend=config.pods.backend, allow_unsafe=allow_unsafe or config.pods.allow_unsafe),
+    )
+    found: list[Group] = []
+
+    async def episodes() -> None:
+        runner = EpisodeRunner(spec)
+        async with runner.session():
+            request = GroupRequest(key=0, task=task, num_samples=samples, seed=seed)
+            await runner.run_cohort([request], lambda key, group: found.append(group))
+
+    asyncio.run(episodes())
+    rollouts = found[0].rollouts
+    failures = {rollout.error for rollout in rollouts if rollout.error}
+    if len(failures) and all(rollout.error for rollout in rollouts):
+        raise ValueError(f"no episode could run: {'; '.join(sorted(failures))}")
+    return task, max(rollouts, key=lambda rollout: (rollout.passed, rollout.passed_frac))
+
+
+def changed_files(task: Task, rollout: Rollout) -> Mapping[str, str]:
+    """Path -> new text of the files the episode changed."""
+    return {path: text for path, text in rollout.final_files.items() if task.files.get(path) != text}
