@@ -139,7 +139,7 @@ def trained_logprobs(
     picked_N, entropy_N = target_logprobs(
         logits_NV, batch.token_ids[:, 1:][mask_BS], batch.temperature, with_entropy=with_entropy
     )
-    logprobs_BT = torch.zeros(batch.token_ids.shape, dtype=picked_N.dtype)
+    logprobs_BT = torch.zeros(batch.token_ids.shape, dtype=picked_N.dtype, device=picked_N.device)
     logprobs_BT = logprobs_BT.masked_scatter(batch.loss_mask, picked_N)
     entropy_BT = None
     if entropy_N is not None:
@@ -156,7 +156,9 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
     optimizer.zero_grad(set_to_none=True)
-    batches = [to_tensors(b) for b in pack(samples, row_length=config.row_length, rows_per_batch=config.rows_per_batch)]
+    device = next(model.parameters()).device
+    packed = pack(samples, row_length=config.row_length, rows_per_batch=config.rows_per_batch)
+    batches = [to_tensors(batch, device) for batch in packed]
     denominator = loss_denominator(
         config.loss,
         num_rollouts_planned=config.prompts_per_step * config.group_size,
@@ -168,7 +170,7 @@ def update(
         loss, parts = policy_loss(logprobs_BT, batch, config.loss, denominator, entropy_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         sums.append(parts)
-        gaps.append((logprobs_BT.detach() - batch.behaviour_logprobs)[batch.loss_mask].abs().numpy())
+        gaps.append((logprobs_BT.detach() - batch.behaviour_logprobs)[batch.loss_mask].abs().cpu().numpy())
         for name in routing:
             routing[name] += float(getattr(stats, f"num_{name}"))
     norm = clip_gradients((p for p in model.parameters() if p.grad is not None), config.grad_clip)
@@ -196,17 +198,19 @@ def reference_logprobs(
     reference: Transformer, groups: Sequence[Group], config: RLConfig
 ) -> list[list[list[np.ndarray]]]:
     """Log-probs of every sampled token under the reference: [group][rollout][segment] -> float32 [T]."""
+    device = next(reference.parameters()).device
     result: list[list[list[np.ndarray]]] = []
     for group in groups:
         rollouts = []
         for rollout in group.rollouts:
             segments = []
             for segment in rollout.segments:
-                tokens = torch.from_numpy(segment.token_ids.astype(np.int64))[None]
-                routes = torch.from_numpy(segment.routes.astype(np.int64))[None] if config.replay else None
+                tokens = torch.from_numpy(segment.token_ids.astype(np.int64))[None].to(device)
+                recorded = torch.from_numpy(segment.routes.astype(np.int64))[None].to(device)
+                routes = recorded if config.replay else None
                 out = reference(tokens, routes_BTLK=routes, replay=replay_config(config))
                 picked, _ = target_logprobs(out.logits_BTV[0, :-1], tokens[0, 1:], config.temperature)
-                segments.append(np.concatenate([[0.0], picked.numpy()]).astype(np.float32))
+                segments.append(np.concatenate([[0.0], picked.cpu().numpy()]).astype(np.float32))
             rollouts.append(segments)
         result.append(rollouts)
     return result
