@@ -1,0 +1,209 @@
+"""One optimizer step: what changes, what does not, and log-probs against the plain forward."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from composer2.rl.advantage import AdvantageConfig, group_samples
+from composer2.rl.kl import KLConfig
+from composer2.rl.pack import pack, to_tensors
+from composer2.rl.reward import RewardComponent, RewardConfig
+from composer2.rl.train import (
+    RLConfig,
+    make_optimizer,
+    reference_logprobs,
+    score_groups,
+    train_step,
+    trained_logprobs,
+    update,
+)
+
+CONFIG = RLConfig(
+    prompts_per_step=2,
+    group_size=4,
+    row_length=24,
+    rows_per_batch=2,
+    lr=1e-2,
+    replay_tau=0.0,
+    reward=RewardConfig(components=(RewardComponent(name="correctness", weight=1.0),)),
+)
+
+
+def mixed_groups(policy, model, **fields):
+    """Two scored groups in which some rollouts passed and some did not."""
+    sampler = policy.engine(model)
+    groups = [policy.group(sampler, f"task{seed}", 4, seed=seed, **fields) for seed in (0, 1, 2, 3, 4, 5)]
+    mixed = [group for group in groups if 0 < sum(rollout.passed for rollout in group.rollouts) < 4]
+    return score_groups(mixed[:2], CONFIG, 0, 0)
+
+
+def samples_of(groups, config=CONFIG):
+    return [sample for group in groups for sample in group_samples(group, config.advantage, policy_version=0)]
+
+
+def test_no_samples_change_nothing(policy):
+    model = policy.model()
+    optimizer, before = make_optimizer(model, CONFIG), policy.weights(model)
+    assert update(model, optimizer, [], CONFIG, 0) == {"num_tokens": 0.0, "loss": 0.0, "grad_norm": 0.0}
+    assert policy.same_weights(policy.weights(model), before)
+    assert not optimizer.state
+
+
+def test_mtp_layers_and_router_bias_stay_as_they_are(policy):
+    model = policy.model()
+    optimizer, before = make_optimizer(model, CONFIG), policy.weights(model)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) not in held}
+    assert names == {name for name, _ in model.named_parameters() if name.startswith("mtp.")}
+    assert names
+    update(model, optimizer, samples_of(mixed_groups(policy, model)), CONFIG, 0)
+    changed = {name for name, tensor in policy.weights(model).items() if not torch.equal(tensor, before[name])}
+    assert "lm_head.weight" in changed
+    assert "embed_tokens.weight" in changed
+    assert not any(name.startswith("mtp.") or name.endswith("e_score_correction_bias") for name in changed)
+
+
+def test_logprobs_are_those_of_the_full_logits(policy):
+    model = policy.model()
+    samples = samples_of(mixed_groups(policy, model, temperature=0.7))
+    samples = [replace(sample, temperature=0.7) for sample in samples]
+    packed = pack(samples, row_length=24, rows_per_batch=2)
+    found = 0
+    for batch in map(to_tensors, packed):
+        logprobs_BT, entropy_BT, _ = trained_logprobs(model, batch, CONFIG, with_entropy=True)
+        assert entropy_BT is not None
+        out = model(
+            batch.token_ids,
+            position_ids_BT=batch.position_ids,
+            document_ids_BT=batch.document_ids,
+            routes_BTLK=batch.routes,
+        )
+        full_BTV = torch.log_softmax(out.logits_BTV / 0.7, dim=-1)
+        for b, t in batch.loss_mask.nonzero().tolist():
+            row_V = full_BTV[b, t - 1]
+            assert logprobs_BT[b, t].item() == pytest.approx(row_V[batch.token_ids[b, t]].item(), abs=1e-5)
+            assert entropy_BT[b, t].item() == pytest.approx(-(row_V.exp() * row_V).sum().item(), abs=1e-4)
+            found += 1
+        assert (logprobs_BT[~batch.loss_mask] == 0).all()
+    assert found == sum(int(sample.loss_mask.sum()) for sample in samples)
+
+
+def test_packing_does_not_change_the_gradient(policy):
+    samples = samples_of(mixed_groups(policy, policy.model()))
+    results = []
+    for row_length, rows in ((11, 1), (64, 8)):
+        model = policy.model()
+        config = replace(CONFIG, row_length=row_length, rows_per_batch=rows)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        update(model, optimizer, samples, config, 0)
+        results.append(policy.weights(model))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(tensor, results[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_the_step_raises_what_was_better_than_the_mean(policy):
+    model = policy.model()
+    groups = mixed_groups(policy, model)
+    optimizer = make_optimizer(model, CONFIG)
+    metrics = train_step(model, optimizer, groups, CONFIG, step=0)
+    assert metrics["grad_norm"] > 0
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+    gains = {True: [], False: []}
+    for group, logprobs in zip(groups, reference_logprobs(model, groups, CONFIG), strict=True):
+        for rollout, (after,) in zip(group.rollouts, logprobs, strict=True):
+            part = rollout.segments[0]
+            gains[rollout.passed].append(float((after - part.logprobs)[part.sampled].sum()))
+    assert np.mean(gains[True]) > 0 > np.mean(gains[False])
+
+
+def test_replay_uses_the_recorded_routes(policy):
+    model = policy.model()
+    samples = samples_of(mixed_groups(policy, model))
+    swapped = [
+        replace(sample, routes=np.where(sample.routes < 0, sample.routes, 3 - sample.routes)) for sample in samples
+    ]
+    batch = to_tensors(pack(swapped, row_length=64, rows_per_batch=8)[0])
+    used = trained_logprobs(model, batch, CONFIG)[2].expert_ids_BTLK.long()
+    given = batch.routes >= 0
+    assert (used[given] == batch.routes[given]).all()
+    off = trained_logprobs(model, batch, replace(CONFIG, replay=False))[2]
+    assert int(off.num_replayed) == 0
+    assert (off.expert_ids_BTLK.long()[given] != batch.routes[given]).any()
+
+    metrics = update(policy.model(), make_optimizer(model, CONFIG), swapped, CONFIG, 0)
+    assert metrics["replaced_expert_frac"] == 0
+    assert metrics["mismatch_max"] > 1e-3
+    right = update(policy.model(), make_optimizer(model, CONFIG), samples, CONFIG, 0)
+    assert right["mismatch_max"] < 1e-4
+
+
+def test_equal_rewards_move_nothing(policy):
+    model = policy.model()
+    groups = [policy.group(policy.engine(model), "t", 4)]
+    groups = [
+        replace(group, rollouts=tuple(replace(r, passed=True, reward=1.0) for r in group.rollouts)) for group in groups
+    ]
+    before = policy.weights(model)
+    train_step(model, make_optimizer(model, CONFIG), groups, CONFIG, step=0)
+    assert policy.same_weights(policy.weights(model), before)
+
+
+def test_permuted_rewards_keep_each_group_and_depend_on_seed_and_step(build):
+    groups = [build.group([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0], lost=(2,))] * 4
+    config = replace(CONFIG, permute_rewards=True)
+
+    def rewards(config, step=0, seed=0):
+        return [[r.reward for r in group.rollouts] for group in score_groups(groups, config, step, seed)]
+
+    plain = rewards(CONFIG)
+    assert plain == [[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]] * 4
+    shuffled = rewards(config)
+    assert shuffled == rewards(config)
+    assert shuffled != plain
+    assert shuffled != rewards(config, step=1)
+    assert shuffled != rewards(config, seed=1)
+    assert [sum(values) for values in shuffled] == [3.0] * 4
+    assert all(values[2] == 0.0 for values in shuffled)
+
+
+def test_a_policy_has_no_distance_to_itself(policy):
+    model = policy.model()
+    groups = mixed_groups(policy, model)
+    config = replace(CONFIG, reference_every=2)
+    optimizer = make_optimizer(model, config)
+    assert train_step(model, optimizer, groups, config, step=0, reference=policy.model())[
+        "reference_k1"
+    ] == pytest.approx(0.0, abs=1e-5)
+    assert "reference_k1" not in train_step(model, optimizer, groups, config, step=1, reference=policy.model())
+
+
+def test_kl_weight_trains_degenerate_groups_too(policy):
+    config = replace(CONFIG, advantage=AdvantageConfig(kl=KLConfig(weight=0.5)))
+    model = policy.model()
+    groups = [policy.group(policy.engine(model), "t", 4)]
+    before = policy.weights(model)
+    train_step(model, make_optimizer(model, config), groups, config, step=3, reference=policy.model(1))
+    assert not policy.same_weights(policy.weights(model), before)
+
+
+def test_warmup_is_linear(policy):
+    model = policy.model()
+    samples = samples_of(mixed_groups(policy, model))
+    config = replace(CONFIG, warmup_steps=4)
+    optimizer = make_optimizer(model, config)
+    rates = []
+    for step in range(6):
+        update(model, optimizer, samples, config, step)
+        rates.append(optimizer.param_groups[0]["lr"] / config.lr)
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompts_per_step", 0), ("max_staleness", -1), ("replay_tau", 1.0), ("lr", 0.0), ("checkpoint_every", 0)],
+)
+def test_config_is_checked(field, value):
+    with pytest.raises(ValueError, match=rf"RLConfig.{field} is {value}, accepted is"):
+        RLConfig(**{field: value})
