@@ -13,6 +13,7 @@ Source: rows X1 X2 X4 X5.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from composer2.log import Console, Mode, fail
 
 TRAINING = {"train": "report", "cpt": "cpt-long", "sft": "sft", "rl": "rl", "eval": "eval-rl"}
 """Commands that run the pipeline, and the stage each one ends with."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 def _mode(quiet: bool, json: bool) -> Mode:
@@ -75,13 +78,39 @@ def _train(command: str, argv: Sequence[str]) -> int:
             run = Run(folder, config, console)
         except ValueError as error:
             fail(str(error))
-        if not run_stages(run, last=TRAINING[command]):
-            return 130
+        try:
+            completed = run_stages(run, last=TRAINING[command])
+        except _run_errors() as error:
+            return _run_failed(error, folder, console)
+        if not completed:
+            return INTERRUPTED
         if command == "train":
             console.final(f"report: {folder / 'report.html'}", report=str(folder / "report.html"))
         else:
             console.final(f"run: {folder}", run=str(folder))
     return 0
+
+
+def _run_errors() -> tuple[type[Exception], ...]:
+    """What ends a run for a reason that one line tells."""
+    from composer2.model.pretrain.state import CheckpointError
+    from composer2.rl.system.loop import TaskSourceError
+    from composer2.rl.system.worker import WorkerError
+    from composer2.types import PodError
+
+    return (CheckpointError, TaskSourceError, WorkerError, PodError, FloatingPointError, ValueError, OSError)
+
+
+def _run_failed(error: Exception, folder: Path, console: Console) -> int:
+    """One line for the reader; what else there is to know (a worker's traceback) goes to error.txt."""
+    first, *others = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if others:
+        first = f"{first} {others[-1]}"
+        with contextlib.suppress(OSError):
+            (folder / "error.txt").write_text(f"{error}\n", encoding="utf-8")
+            first += f" (all of it in {folder / 'error.txt'})"
+    console.error(first)
+    return 1
 
 
 def _generate(argv: Sequence[str]) -> int:
@@ -185,7 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(f"command is {command!r}, accepted are {', '.join(COMMANDS)}{nearest_names(command, COMMANDS)}")
     try:
         return COMMANDS[command](rest)
-    except (ValueError, FileNotFoundError) as error:
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
         fail(str(error), exit_code=1)
 
 

@@ -225,6 +225,9 @@ def _flags(config: Any, prefix: str = "--") -> dict[str, None]:
         value, name = getattr(config, spec.name), spec.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             flags |= _flags(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and value and all(dataclasses.is_dataclass(item) for item in value):
+            for index, item in enumerate(value):  # as tyro names the parts of a fixed number of items
+                flags |= _flags(item, f"{prefix}{name}.{index}.")
         else:
             flags[prefix + name] = None
             if isinstance(value, bool):

@@ -9,8 +9,9 @@
     models/NAME/          weights and config as safetensors
 
 Source: report §3 (continued pretraining, MTP), §4 (reinforcement learning), §5 (evaluation); rows P3 P4 P5 R1 R7 V2 X4.
-Choice: a stage that was interrupted continues from its newest checkpoint and skips the metric lines that are written
-already; training is deterministic, so these lines are the ones it would write again.
+Choice: a stage that was interrupted continues from its newest checkpoint and skips the metric lines and rollouts that
+are written already; training is deterministic, so these are the ones it would write again. What RL wrote after its
+checkpoint is dropped: asynchronous rollouts differ.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from composer2.env.tasks.evalsets import build_eval_set
 from composer2.env.tasks.expert import sft_example
 from composer2.env.tasks.procedural import generate_task
 from composer2.env.template import TinyTemplate
-from composer2.inspect_run import rollout_record
+from composer2.inspect_run import ROLLOUTS_FILE, read_rollouts, rollout_record
 from composer2.log import Console, MetricsWriter, read_metrics
 from composer2.model.checkpoint.native import load_model, save_model
 from composer2.model.pretrain.corpus import load_corpus
@@ -71,6 +72,9 @@ STAGES = ("data", "cpt", "mtp", "cpt-long", "sft", "eval-sft", "rl", "eval-rl", 
 KEPT_ROLLOUTS = 24
 """Rollouts of an evaluation set, and of a training step that is kept, written to rollouts.jsonl."""
 
+STOP_GRACE = 1.0
+"""Seconds that workers of an interrupted run have to end by themselves."""
+
 
 class Interrupted(Exception):
     """The run was asked to stop; everything is saved, and the same command goes on."""
@@ -82,6 +86,7 @@ class Run:
     def __init__(self, folder: Path, config: RunConfig, console: Console) -> None:
         self.folder, self.config, self.console = folder, config, console
         self.stop_requested = False
+        self.may_abort = False
         for name in ("stages", "checkpoints", "models"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         stored = folder / "config.json"
@@ -94,8 +99,7 @@ class Run:
         else:
             save_config(stored, config)
         self.metrics = MetricsWriter(folder / "metrics.jsonl")
-        self.metrics.truncate_after({})
-        self._written = {self._key(record) for record in read_metrics(self.metrics.path)}
+        self.forget_after({})
         self._pool: RolloutPool | None = None
         torch.set_num_threads(1)
 
@@ -118,6 +122,10 @@ class Run:
     def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
         return (record["stage"], record["step"], "heldout_loss" in record, record.get("split"))
 
+    @staticmethod
+    def _rollout_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(record[name] for name in ("split", "step", "when", "task_id", "sample_index"))
+
     def log(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl, unless the run wrote it before it was interrupted."""
         key = self._key({"stage": stage, "step": step, **values})
@@ -125,16 +133,28 @@ class Run:
             self._written.add(key)
             self.metrics.write(stage, step, **values)
 
+    def is_logged(self, stage: str, step: int, **values: Any) -> bool:
+        """Whether such a line of metrics.jsonl is written already."""
+        return self._key({"stage": stage, "step": step, **values}) in self._written
+
     def forget_after(self, last: Mapping[str, int]) -> None:
-        """Drop metric lines after these steps: they will be written again, with other rollouts perhaps."""
+        """Drop metric lines of these stages after these steps, kept rollouts of RL likewise, and torn last lines."""
         self.metrics.truncate_after(last)
         self._written = {self._key(record) for record in read_metrics(self.metrics.path)}
+        path = self.folder / ROLLOUTS_FILE
+        found = read_rollouts(self.folder)
+        kept = [r for r in found if r["split"] != "train" or r["step"] <= last.get("rl", r["step"])]
+        if path.exists():
+            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._kept = {self._rollout_key(record) for record in kept}
 
     def keep_rollouts(self, groups: Sequence[Group], **extra: Any) -> None:
-        """Append up to KEPT_ROLLOUTS rollouts, two of each group, for reading."""
+        """Append up to KEPT_ROLLOUTS rollouts, two of each group, for reading; those that are there are left out."""
         records = [rollout_record(group.task, rollout, **extra) for group in groups for rollout in group.rollouts[:2]]
-        with (self.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records[:KEPT_ROLLOUTS])
+        fresh = [record for record in records[:KEPT_ROLLOUTS] if self._rollout_key(record) not in self._kept]
+        self._kept |= {self._rollout_key(record) for record in fresh}
+        with (self.folder / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in fresh)
 
     # Shared parts
 
@@ -144,7 +164,8 @@ class Run:
 
     @cached_property
     def corpus(self) -> TokenisedCorpus:
-        return tokenise_corpus(load_corpus(self.config.corpus), self.tokenizer)
+        with self.abortable():
+            return tokenise_corpus(load_corpus(self.config.corpus), self.tokenizer)
 
     def task_at(self, index: int) -> Task:
         """The index-th training task of this run."""
@@ -167,6 +188,16 @@ class Run:
     def check_stop(self) -> None:
         if self.stop_requested:
             raise Interrupted
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        """Work that stores nothing until its end: a stop leaves it at once."""
+        self.check_stop()
+        self.may_abort = True
+        try:
+            yield
+        finally:
+            self.may_abort = False
 
     def spec(self, model: str, **engine: Any) -> RunnerSpec:
         """What a rollout worker needs."""
@@ -196,16 +227,22 @@ class Run:
         return FolderSink(self.folder / "weights")
 
     def close(self) -> None:
+        """End the workers, at once when the run was asked to stop."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.close(grace=STOP_GRACE if self.stop_requested else 5.0)
             self._pool = None
         self.metrics.close()
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, default=float))
+
+
+def write_text(path: Path, text: str) -> None:
     """Write beside the final name, then rename."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1, default=float), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -217,6 +254,8 @@ def stop_on_interrupt(run: Run) -> Iterator[None]:
         if run.stop_requested:
             raise KeyboardInterrupt
         run.stop_requested = True
+        if run.may_abort:
+            raise Interrupted
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -232,7 +271,7 @@ def stop_on_interrupt(run: Run) -> Iterator[None]:
 
 def stage_data(run: Run) -> dict[str, Any]:
     """Tokenizer on the corpus, and how much text there is."""
-    with run.console.stage("data", total=1, detail="tokenizer and corpus") as stage:
+    with run.console.stage("data", total=1, detail="tokenizer and corpus") as stage, run.abortable():
         path = run.folder / "tokenizer.json"
         if not path.exists():
             documents = load_corpus(run.config.corpus).train
@@ -357,7 +396,7 @@ def stage_sft(run: Run) -> dict[str, Any]:
         )
         finished_or_interrupt(result)
     save_model(run.model_dir("sft"), model)
-    return {"sft_tokens": result.tokens}
+    return {"sft_train_tokens": result.tokens}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,7 +453,7 @@ def stage_rl(run: Run) -> dict[str, Any]:
         else {"summaries": 0.0, "trained_twice": 0.0, "staleness": 0.0, "replaced": 0.0}
     )
     first = saved.step if saved else 0
-    run.forget_after({"rl": first})
+    run.forget_after({"rl": first, "eval": first})
     kept = {1, config.num_steps // 2, config.num_steps}
 
     with run.console.stage("rl", total=config.num_steps, first_step=first, detail="Dr. GRPO") as stage:
@@ -441,8 +480,9 @@ def stage_rl(run: Run) -> dict[str, Any]:
             save_state(folder, step=done, model=model, optimizer=optimizer, metadata=metadata)
 
         def evaluate(done: int) -> None:
-            pending.append(done)
             spec = run.config.eval.during
+            if run.is_logged("eval", done, split=spec.name):
+                return
             tasks = build_eval_set(spec.name, spec.num_tasks, run.config.eval.task_seed, run.config.tasks)
             seed = stable_seed(run.config.seed, "eval", spec.name) % (1 << 31)
             groups = run_tasks(run.pool, tasks, num_samples=spec.num_samples, seed=seed, should_stop=run.should_stop)
@@ -452,7 +492,6 @@ def stage_rl(run: Run) -> dict[str, Any]:
                     {"split": spec.name, "when": f"rl-{done}", **eval_figures(groups, np.random.default_rng(0))},
                 )  # fmt: skip
 
-        pending: list[int] = []
         loop = RLLoop(
             model,
             optimizer,
@@ -486,14 +525,17 @@ def stage_mismatch(run: Run) -> dict[str, Any]:
     model = load_model(run.model_dir("rl"))
     with run.console.stage("mismatch", total=len(tasks), detail="bf16 sampler against fp32 trainer") as stage:
         spec = run.spec("rl", dtype="bfloat16")
-        with RolloutPool(make_runner, spec, lockstep=spec.lockstep) as pool:
+        pool = RolloutPool(make_runner, spec, lockstep=spec.lockstep)
+        try:
             groups = run_tasks(
                 pool, tasks, num_samples=8, seed=run.config.seed + 11, should_stop=run.should_stop,
                 on_progress=stage.update,
             )  # fmt: skip
-        run.check_stop()
-        figures = measure_mismatch(model, groups, run.config.rl)
-        figures["mtp_acceptance"] = figures["mtp_acceptance_end"] = measure_acceptance(model, groups)
+        finally:
+            pool.close(grace=STOP_GRACE if run.stop_requested else 5.0)
+        with run.abortable():
+            figures = measure_mismatch(model, groups, run.config.rl)
+            figures["mtp_acceptance"] = figures["mtp_acceptance_end"] = measure_acceptance(model, groups)
         stage.end(**{k: figures[k] for k in ("mismatch_p99_replay_off", "mismatch_p99_replay_on", "mtp_acceptance")})
     return figures
 
@@ -502,9 +544,9 @@ def stage_report(run: Run) -> dict[str, Any]:
     """summary.json and report.html."""
     from composer2.report import write_report  # imports matplotlib, which costs a second that most commands save
 
-    summary = summarise(run)
-    write_json(run.folder / "summary.json", summary)
-    write_report(run.folder)
+    with run.abortable():
+        write_json(run.folder / "summary.json", summarise(run))
+        write_report(run.folder)
     return {}
 
 

@@ -127,8 +127,14 @@ class EpisodeRunner:
         """All groups of one request list. In lockstep every episode joins before the first token is drawn."""
         if self.spec.lockstep:
             episodes = [self._group_tasks(request) for request in requests]
-            for request, tasks in zip(requests, episodes, strict=True):
-                done(request.key, self._group(request, await asyncio.gather(*tasks)))
+            try:
+                for request, tasks in zip(requests, episodes, strict=True):
+                    done(request.key, self._group(request, await asyncio.gather(*tasks)))
+            finally:  # a cohort that is stopped leaves no episode behind
+                unfinished = [task for tasks in episodes for task in tasks]
+                for task in unfinished:
+                    task.cancel()
+                await asyncio.gather(*unfinished, return_exceptions=True)
             return
 
         async def one(request: GroupRequest) -> None:

@@ -7,8 +7,8 @@ Source: report §4.1 and §6.2; rows A2 A3 R1 R7.
 The same loop is synchronous (`max_staleness = 0`) and asynchronous; what may start is the reconciler's decision alone.
 
 Choice: a restart keeps weights, optimizer and the reconciler's line; groups that were finished but not yet trained run
-again, since their data is not stored. In synchronous training nothing is in flight at a checkpoint, so the run goes on
-bit for bit.
+again, since their data is not stored. A stop stores the line as it was after the last whole step, so that attempts get
+the same numbers again, and synchronous training goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LoopHooks:
     checkpoint: Callable[[int, LoopState], None]
     """(steps done, state): save model and optimizer with it."""
     evaluate: Callable[[int], None]
-    """(steps done), every `eval_every` steps."""
+    """(steps done), every `eval_every` steps; again at the start of a loop that was stopped or killed around it."""
     should_stop: Callable[[], bool]
 
 
@@ -95,6 +95,8 @@ class RLLoop:
         self._tasks = {task_id: task_at(index) for task_id, index in self._index_of.items()}
         self._starts: dict[int, Start] = {}
         self._ready: dict[int, Group] = {}
+        self._settled = self.state()
+        """After the last whole step."""
 
     def state(self) -> LoopState:
         """Everything a restart needs, as of now."""
@@ -110,10 +112,11 @@ class RLLoop:
     def run(self, hooks: LoopHooks) -> bool:
         """Train until the last step (True) or until asked to stop (False). A stop leaves the last whole step."""
         self.publish()
+        self._evaluate(self.reconciler.version, hooks)
         step_started = time.perf_counter()
         while not self.reconciler.is_finished:
             if hooks.should_stop():
-                hooks.checkpoint(self.reconciler.version, self.state())
+                hooks.checkpoint(self.reconciler.version, self._settled)
                 return False
             self._fill()
             plan = self.reconciler.begin_step()
@@ -131,6 +134,7 @@ class RLLoop:
             done = self.reconciler.end_step()
             for task_id in plan.task_ids:
                 self._index_of.pop(task_id), self._tasks.pop(task_id)
+            self._settled = self.state()
             self.publish()
             now = time.perf_counter()
             metrics |= step_metrics(groups, self.config, plan.step)
@@ -139,10 +143,13 @@ class RLLoop:
             step_started = now
             hooks.on_step(done, metrics, groups)
             if done % self.config.checkpoint_every == 0 or self.reconciler.is_finished:
-                hooks.checkpoint(done, self.state())
-            if self.config.eval_every and done % self.config.eval_every == 0 and not self.reconciler.is_finished:
-                hooks.evaluate(done)
+                hooks.checkpoint(done, self._settled)
+            self._evaluate(done, hooks)
         return True
+
+    def _evaluate(self, done: int, hooks: LoopHooks) -> None:
+        if self.config.eval_every and done and done % self.config.eval_every == 0 and not self.reconciler.is_finished:
+            hooks.evaluate(done)
 
     def _fill(self) -> None:
         requests = []

@@ -12,13 +12,14 @@ batch then depends on the requests alone, which makes synchronous training repro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing as mp
 import queue
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -81,22 +82,40 @@ def _send_all(connection: Connection, outbox: queue.SimpleQueue[tuple[Any, ...] 
 async def _serve(connection: Connection, runner: GroupRunner, lockstep: bool) -> None:
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+    stopped = asyncio.Event()
 
     def receive() -> None:
         try:
             while connection.poll():
-                inbox.put_nowait(connection.recv())
+                message = connection.recv()
+                inbox.put_nowait(message)
+                if message[0] == "stop":
+                    stopped.set()
         except (EOFError, OSError):
             loop.remove_reader(connection.fileno())
             inbox.put_nowait(("stop",))
+            stopped.set()
 
     loop.add_reader(connection.fileno(), receive)
-    running: set[asyncio.Task[None]] = set()
-
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
     # Sending from a thread keeps this loop reading: two sides that both block in send would wait for ever.
     sender = threading.Thread(target=_send_all, args=(connection, outbox), daemon=True)
     sender.start()
+    try:
+        await _take_messages(inbox, stopped, runner, outbox, lockstep)
+    finally:
+        outbox.put(None)
+        sender.join(2.0)
+
+
+async def _take_messages(
+    inbox: asyncio.Queue[tuple[Any, ...]],
+    stopped: asyncio.Event,
+    runner: GroupRunner,
+    outbox: queue.SimpleQueue[tuple[Any, ...] | None],
+    lockstep: bool,
+) -> None:
+    running: set[asyncio.Task[None]] = set()
 
     def done(key: int, group: Group) -> None:
         outbox.put(("group", key, group, runner.stats()))
@@ -118,29 +137,49 @@ async def _serve(connection: Connection, runner: GroupRunner, lockstep: bool) ->
             if kind == "weights":
                 runner.load_weights(*body)
             elif lockstep:
-                await runner.run_cohort(body[0], done)
+                await _run_unless(stopped, runner.run_cohort(body[0], done))
             else:
                 running.add(asyncio.create_task(runner.run_cohort(body[0], done)))
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    outbox.put(None)
-    sender.join(2.0)
+
+
+async def _run_unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, or cancel it as soon as `stopped` is set."""
+    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def worker_main(connection: Connection, setup: Callable[[Any], GroupRunner], payload: Any, lockstep: bool) -> None:
     """Entry point of a worker process. Ctrl-C is the trainer's business; end of the pipe ends the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         asyncio.run(_serve(connection, setup(payload), lockstep))
     except (BrokenPipeError, ConnectionResetError):
         pass  # the trainer is gone
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the trainer raises it again as WorkerError
         try:
             connection.send(("error", traceback.format_exc()))
         except OSError:
             return
-        raise
+        raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block ends, and processes started in it begin with Ctrl-C held."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,7 +226,8 @@ class RolloutPool:
         process = self._context.Process(
             target=worker_main, args=(theirs, self._setup, self._payload, self._lockstep), daemon=True
         )
-        process.start()
+        with _interrupts_held():
+            process.start()
         theirs.close()
         return _Worker(process=process, connection=ours)
 
@@ -247,11 +287,11 @@ class RolloutPool:
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def close(self) -> None:
-        """End all workers, with a few seconds of grace."""
+    def close(self, *, grace: float = 5.0) -> None:
+        """End all workers, by force those that take longer than `grace` seconds."""
         for worker in self._workers:
             self._send(worker, ("stop",))
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + grace
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.is_alive():
