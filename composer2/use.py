@@ -5,6 +5,7 @@ Source: report §2 (the agent), row E6 (train/test match), X1.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,8 +37,8 @@ def newest_model(run: Path) -> Path:
 def generate(run: Path, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> str:
     """Text the newest model of a run puts after `prompt`."""
     torch.set_num_threads(1)
-    tokenizer = Tokenizer.load(run / "tokenizer.json")
     model = load_model(newest_model(run))
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
     token_ids = [tokenizer.special_id("doc"), *tokenizer.encode(prompt)]
     engine = Engine(model, num_slots=1, max_len=max(len(token_ids) + max_tokens + 1, 32))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=(tokenizer.special_id("doc"),))
@@ -50,11 +51,11 @@ def generate(run: Path, prompt: str, *, max_tokens: int, temperature: float, see
 def folder_task(folder: Path, instruction: str) -> Task:
     """A task from a folder: its Python files; tests are the assertions `assert CALL == VALUE` in its test files.
 
-    Raises ValueError when the folder holds no module or no such assertion."""
+    Raises ValueError when the folder holds no module or no such assertion, or a file that is no Python text."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder, accepted is a folder with Python modules and test files")
     paths = [path for path in sorted(folder.rglob("*.py")) if path.stat().st_size <= MAX_FILE_BYTES]
-    files = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
+    files = {str(path.relative_to(folder)): _python_text(path) for path in paths}
     modules = {name: text for name, text in files.items() if not Path(name).name.startswith("test")}
     tests = plain_tests({name: text for name, text in files.items() if name not in modules}, modules)
     if not modules or not tests:
@@ -69,6 +70,15 @@ def folder_task(folder: Path, instruction: str) -> Task:
         recent_files=(tests[0].module,),
         fail_to_pass=tuple(tests),
     )
+
+
+def _python_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is unreadable ({error}), accepted is Python source in UTF-8") from error
+    return text
 
 
 def solve(

@@ -201,7 +201,9 @@ def plain_tests(test_files: Mapping[str, str], modules: Mapping[str, str]) -> li
             if not (isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)):
                 continue
             left, ops, rights = node.test.left, node.test.ops, node.test.comparators
-            if not (isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and isinstance(ops[0], ast.Eq)):
+            if not (
+                isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and [type(op) for op in ops] == [ast.Eq]
+            ):
                 continue
             if left.func.id not in owners:
                 continue

@@ -197,7 +197,9 @@ class RLLoop:
                 self.reconciler.rollout_ended(start.position, start.attempt, index)
                 self.reconciler.verified(start.position, start.attempt, index)
         state = self.reconciler.state_of(start.position)
-        if state is not None and state.value == "ready":
+        if state is None:  # the task was given up
+            self._index_of.pop(start.task_id), self._tasks.pop(start.task_id)
+        elif state.value == "ready":
             self._ready[start.position] = group
 
 
