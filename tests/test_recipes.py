@@ -1,11 +1,24 @@
 """Presets: they construct, survive JSON, and `small` trains two steps of every stage at reduced width."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from composer2 import pipeline
 from composer2.config import from_json, to_json
-from composer2.recipes import PRESETS, RunConfig, tiny
+from composer2.log import Console, read_metrics
+from composer2.model.checkpoint.native import load_model
+from composer2.model.pretrain.corpus import SourceConfig
+from composer2.model.pretrain.loss_fit import fit_loss
+from composer2.pipeline import Run, run_stages
+from composer2.recipes import PRESETS, EvalConfig, RunConfig, small, tiny
+from composer2.rl.evaluate import EvalSpec
+from composer2.rl.system import loop
+from composer2.runner import PodsConfig
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -37,3 +50,80 @@ def test_a_preset_is_consistent(name):
 def test_parts_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         change(tiny())
+
+
+def reduced_small(folder) -> RunConfig:
+    """`small` with two optimizer steps a stage, narrow, on the CPU; depth, experts and lengths of the stages differ."""
+    base = small()
+    model = replace(
+        base.model,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_attention_heads=2,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+    one = EvalSpec(name="test", num_tasks=2, num_samples=2)
+    return replace(
+        base,
+        device="cpu",
+        vocab_size=400,
+        corpus=replace(base.corpus, sources=(SourceConfig(path=str(folder)),), heldout_frac=0.3),
+        model=model,
+        cpt=replace(
+            base.cpt,
+            phase1_steps=2,
+            phase1_rows=2,
+            phase1_seq_len=64,
+            phase2_steps=2,
+            phase2_rows=2,
+            phase2_seq_len=512,
+            warmup_steps=0,
+            num_eval_points=2,
+            eval_rows=2,
+        ),
+        mtp=replace(base.mtp, num_steps=2, seq_len=64, rows=2),
+        sft=replace(base.sft, num_steps=2, schedule_steps=2, batch_size=2),
+        episode=replace(base.episode, max_turns=1, max_tokens_per_turn=8),
+        pods=PodsConfig(backend="process", allow_unsafe=True),
+        rl=replace(base.rl, num_steps=2, prompts_per_step=2, group_size=2, checkpoint_every=1),
+        eval=EvalConfig(sets=(one,), during=one, mismatch_tasks=1),
+    )
+
+
+def rewards_by_hand(groups, config, step, seed):
+    """An untrained policy earns nothing, and equal rewards train nothing."""
+    return [
+        replace(group, rollouts=tuple(replace(r, reward=float(r.sample_index)) for r in group.rollouts))
+        for group in groups
+    ]
+
+
+@pytest.mark.slow
+def test_small_takes_two_steps_of_every_stage_at_reduced_width(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "fit_loss", partial(fit_loss, min_points=2))  # two steps give two points
+    monkeypatch.setattr(loop, "score_groups", rewards_by_hand)
+    package = Path(__file__).parents[1] / "composer2"
+    config = reduced_small(package / "rl")
+    with Console("quiet") as console:
+        run = Run(tmp_path / "run", config, console)
+        assert run_stages(run, last="rl")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    last = {record["stage"]: record["step"] for record in records}
+    assert {name: last[name] for name in ("cpt", "mtp", "cpt-long", "sft", "rl")} == dict.fromkeys(
+        ("cpt", "mtp", "cpt-long", "sft", "rl"), 2
+    )
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 10
+    assert np.isfinite(losses).all()
+    for name in ("cpt", "mtp", "cpt-long", "sft", "rl"):
+        assert (tmp_path / "run" / "models" / name / "config.json").is_file()
+    assert all(record["num_tokens"] > 0 for record in records if record["stage"] == "rl")
+    after, before = (load_model(tmp_path / "run" / "models" / name).state_dict() for name in ("rl", "sft"))
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    trained = load_model(tmp_path / "run" / "models" / "rl")
+    assert trained.config.num_hidden_layers == small().model.num_hidden_layers
+    assert trained.config.n_routed_experts == small().model.n_routed_experts
