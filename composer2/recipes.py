@@ -123,6 +123,7 @@ def tiny() -> RunConfig:
         corpus=CorpusConfig(max_bytes=4_000_000),
         model=ModelConfig(initializer_range=0.04),
         cpt=CptConfig(phase1_steps=150, phase2_steps=20, phase2_seq_len=448, phase2_rows=8),
+        sft=SftConfig(num_steps=900, schedule_steps=1300),
         episode=EpisodeLimits(
             max_turns=4,
             max_tokens_per_turn=24,
@@ -134,7 +135,7 @@ def tiny() -> RunConfig:
             share_runs=True,
         ),
         engine=EngineConfig(num_slots=160, max_len=416),
-        rl=RLConfig(num_steps=130, eval_every=0, reward=tiny_reward()),
+        rl=RLConfig(num_steps=160, eval_every=0, reward=tiny_reward()),
     )
 
 
