@@ -64,7 +64,8 @@ def _train(command: str, argv: Sequence[str]) -> int:
     folder = options.run_dir or Path("runs") / f"{options.preset}{suffix}"
 
     from composer2.env.pod import open_backend
-    from composer2.pipeline import Run, run_stages
+    from composer2.pipeline import run_stages
+    from composer2.run import Run
     from composer2.types import PodError
 
     with Console(_mode(options.quiet, options.json)) as console:

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from composer2.log import Console
-from composer2.pipeline import Run, run_stages
+from composer2.pipeline import run_stages
 from composer2.recipes import small
+from composer2.run import Run
 
 
 def main() -> int:

@@ -14,10 +14,11 @@ from composer2.log import Console, read_metrics
 from composer2.model.checkpoint.native import load_model
 from composer2.model.pretrain.corpus import SourceConfig
 from composer2.model.pretrain.loss_fit import fit_loss
-from composer2.pipeline import Run, run_stages
+from composer2.pipeline import run_stages
 from composer2.recipes import PRESETS, EvalConfig, RunConfig, small, tiny
 from composer2.rl.evaluate import EvalSpec
 from composer2.rl.system import loop
+from composer2.run import Run
 from composer2.runner import PodsConfig
 
 

@@ -1,0 +1,234 @@
+"""One run directory and what its stages share: files, metric lines, rollouts, the worker pool, the wish to stop.
+
+In: a folder and a `RunConfig`. Out: `Run`, which `pipeline.py` drives through its stages.
+
+Source: row X1, row X2, row X4.
+Choice: what was written before an interruption is not written again; training is deterministic, so a resumed stage
+would write the same lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from composer2.config import load_config, save_config
+from composer2.env.tasks.expert import sft_example
+from composer2.env.tasks.procedural import generate_task
+from composer2.env.template import TinyTemplate
+from composer2.inspect_run import ROLLOUTS_FILE, read_rollouts, rollout_record
+from composer2.log import Console, MetricsWriter, read_metrics
+from composer2.model.pretrain.corpus import load_corpus
+from composer2.model.pretrain.data import Example, TokenisedCorpus, tokenise_corpus
+from composer2.model.tokenizer import Tokenizer
+from composer2.recipes import RunConfig
+from composer2.rl.system.weight_sync import FolderSink
+from composer2.rl.system.worker import RolloutPool
+from composer2.runner import RunnerSpec, make_runner, stable_seed
+from composer2.types import Group, Task
+
+KEPT_ROLLOUTS = 24
+"""Rollouts of an evaluation set, and of a training step that is kept, written to rollouts.jsonl."""
+
+STOP_GRACE = 1.0
+"""Seconds that workers of an interrupted run have to end by themselves."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; everything is saved, and the same command goes on."""
+
+
+class Run:
+    """One run directory and what its stages share."""
+
+    def __init__(self, folder: Path, config: RunConfig, console: Console) -> None:
+        self.folder, self.config, self.console = folder, config, console
+        self.stop_requested = False
+        self.may_abort = False
+        for name in ("stages", "checkpoints", "models"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        stored = folder / "config.json"
+        if stored.exists():
+            if load_config(stored, RunConfig) != config:
+                raise ValueError(
+                    f"{folder} holds a run with another configuration (see its config.json), accepted is the same "
+                    "configuration to resume it, or another --run-dir"
+                )
+        else:
+            save_config(stored, config)
+        self.metrics = MetricsWriter(folder / "metrics.jsonl")
+        self.forget_after({})
+        self._pool: RolloutPool | None = None
+        torch.set_num_threads(1)
+
+    # Files
+
+    def result(self, stage: str) -> dict[str, Any] | None:
+        """Result of a finished stage, or None."""
+        path = self.folder / "stages" / f"{stage}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def finish(self, stage: str, result: Mapping[str, Any]) -> None:
+        """Mark a stage as finished, atomically."""
+        write_json(self.folder / "stages" / f"{stage}.json", result)
+
+    def model_dir(self, name: str) -> Path:
+        """Where the weights of a finished stage lie."""
+        return self.folder / "models" / name
+
+    @staticmethod
+    def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (record["stage"], record["step"], "heldout_loss" in record, record.get("split"))
+
+    @staticmethod
+    def _rollout_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(record[name] for name in ("split", "step", "when", "task_id", "sample_index"))
+
+    def log(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl, unless the run wrote it before it was interrupted."""
+        key = self._key({"stage": stage, "step": step, **values})
+        if key not in self._written:
+            self._written.add(key)
+            self.metrics.write(stage, step, **values)
+
+    def is_logged(self, stage: str, step: int, **values: Any) -> bool:
+        """Whether such a line of metrics.jsonl is written already."""
+        return self._key({"stage": stage, "step": step, **values}) in self._written
+
+    def forget_after(self, last: Mapping[str, int]) -> None:
+        """Drop metric lines of these stages after these steps, kept rollouts of RL likewise, and torn last lines."""
+        self.metrics.truncate_after(last)
+        self._written = {self._key(record) for record in read_metrics(self.metrics.path)}
+        path = self.folder / ROLLOUTS_FILE
+        found = read_rollouts(self.folder)
+        kept = [r for r in found if r["split"] != "train" or r["step"] <= last.get("rl", r["step"])]
+        if path.exists():
+            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._kept = {self._rollout_key(record) for record in kept}
+
+    def keep_rollouts(self, groups: Sequence[Group], **extra: Any) -> None:
+        """Append up to KEPT_ROLLOUTS rollouts, two of each group, for reading; those that are there are left out."""
+        records = [rollout_record(group.task, rollout, **extra) for group in groups for rollout in group.rollouts[:2]]
+        fresh = [record for record in records[:KEPT_ROLLOUTS] if self._rollout_key(record) not in self._kept]
+        self._kept |= {self._rollout_key(record) for record in fresh}
+        with (self.folder / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in fresh)
+
+    # Shared parts
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder / "tokenizer.json")
+
+    @cached_property
+    def corpus(self) -> TokenisedCorpus:
+        with self.abortable():
+            return tokenise_corpus(load_corpus(self.config.corpus), self.tokenizer)
+
+    def task_at(self, index: int) -> Task:
+        """The index-th training task of this run."""
+        rng = random.Random(stable_seed(self.config.seed, "rl", index))
+        return generate_task(rng, "train", self.config.tasks)
+
+    def examples_at(self, step: int) -> list[Example]:
+        """The fine-tuning examples of one step."""
+        rng = random.Random(stable_seed(self.config.seed, "sft", step))
+        template = TinyTemplate(self.tokenizer)
+        found: list[Example] = []
+        while len(found) < self.config.sft.batch_size:
+            task = generate_task(rng, "train", self.config.tasks)
+            found += [(e.token_ids, e.weights) for e in sft_example(task, template, rng, self.config.expert)]
+        return found
+
+    def should_stop(self) -> bool:
+        return self.stop_requested
+
+    def check_stop(self) -> None:
+        if self.stop_requested:
+            raise Interrupted
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        """Work that stores nothing until its end: a stop leaves it at once."""
+        self.check_stop()
+        self.may_abort = True
+        try:
+            yield
+        finally:
+            self.may_abort = False
+
+    def spec(self, model: str, **engine: Any) -> RunnerSpec:
+        """What a rollout worker needs."""
+        return RunnerSpec(
+            model_dir=self.model_dir(model),
+            tokenizer_path=self.folder / "tokenizer.json",
+            episode=self.config.episode,
+            engine=replace(self.config.engine, **engine),
+            pods=self.config.pods,
+            lockstep=self.config.rl.max_staleness == 0,
+        )
+
+    @property
+    def pool(self) -> RolloutPool:
+        """The workers of evaluation and training, started when first needed."""
+        if self._pool is None:
+            self._pool = RolloutPool(
+                make_runner,
+                self.spec("sft"),
+                num_workers=self.config.rl.num_workers,
+                lockstep=self.config.rl.max_staleness == 0,
+            )
+        return self._pool
+
+    @cached_property
+    def sink(self) -> FolderSink:
+        return FolderSink(self.folder / "weights")
+
+    def close(self) -> None:
+        """End the workers, at once when the run was asked to stop."""
+        if self._pool is not None:
+            self._pool.close(grace=STOP_GRACE if self.stop_requested else 5.0)
+            self._pool = None
+        self.metrics.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, default=float))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside the final name, then rename."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+@contextmanager
+def stop_on_interrupt(run: Run) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks for a stop at the next step, the second one ends at once."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if run.stop_requested:
+            raise KeyboardInterrupt
+        run.stop_requested = True
+        if run.may_abort:
+            raise Interrupted
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
