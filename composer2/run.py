@@ -230,5 +230,6 @@ def stop_on_interrupt(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
+        # A stopped run is about to leave: one more Ctrl-C must not tear the clean-up at exit.
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if run.stop_requested else handler)
