@@ -291,6 +291,8 @@ class Sample:
     routes: np.ndarray
     """int16 [T, L, K], -1 where none."""
     temperature: float = 1.0
+    group: int = 0
+    """Prompt of the step it belongs to: only samples of one prompt may be merged into a prefix tree."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,12 @@ def document_mask(document_ids_BT: torch.Tensor) -> torch.Tensor:
     return ((same & causal & real) | itself)[:, None]
 
 
+def tree_mask(visible_until_BT: torch.Tensor) -> torch.Tensor:
+    """bool [B, 1, T, T] for rows in depth-first order: token i sees j when j <= i < visible_until[j] (row R11)."""
+    index_T = torch.arange(visible_until_BT.shape[1], device=visible_until_BT.device)
+    return ((index_T[None, :] <= index_T[:, None]) & (index_T[:, None] < visible_until_BT[:, None, :]))[:, None]
+
+
 def sdpa_attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:

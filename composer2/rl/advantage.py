@@ -24,7 +24,7 @@ Shape letters: G samples of a group, T tokens of a segment.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -122,11 +122,13 @@ def group_samples(
     temperature: float = 1.0,
     policy_version: int | None = None,
     reference_logprobs: Sequence[Sequence[np.ndarray]] | None = None,
+    group_index: int = 0,
 ) -> list[Sample]:
     """Training samples of a group, in order of rollout and segment.
 
     `reference_logprobs[rollout][segment]` is float [T], needed (for every rollout that counts) when the KL weight is
-    positive. Rollouts with exactly zero advantage and no KL term yield nothing: their gradient is exactly zero."""
+    positive. `group_index` becomes `Sample.group`. Rollouts with exactly zero advantage and no KL term yield nothing:
+    their gradient is exactly zero."""
     use_kl = config.kl.weight > 0
     if use_kl and (reference_logprobs is None or len(reference_logprobs) != len(group.rollouts)):
         given = None if reference_logprobs is None else len(reference_logprobs)
@@ -154,7 +156,8 @@ def group_samples(
             kl_terms = [np.zeros(len(segment.token_ids)) for segment in rollout.segments]
         for segment, kl_term_T in zip(rollout.segments, kl_terms, strict=True):
             if segment.sampled.any():
-                samples.append(segment_sample(segment, advantages_G[index] + kl_term_T, temperature=temperature))
+                sample = segment_sample(segment, advantages_G[index] + kl_term_T, temperature=temperature)
+                samples.append(replace(sample, group=group_index))
     return samples
 
 

@@ -40,6 +40,7 @@ from composer2.rl.loss import (
     target_logprobs,
 )
 from composer2.rl.pack import BatchTensors, pack, to_tensors
+from composer2.rl.prefix_tree import TreeBatch, pack_trees
 from composer2.rl.reward import RewardConfig, permute_rewards, score
 from composer2.types import Group, Sample
 
@@ -78,6 +79,8 @@ class RLConfig:
     """Override the router's selection with the experts the sampler used (row M6)."""
     replay_tau: float = 0.5
     """Plausibility threshold of the replay filter; 0 keeps every replayed expert."""
+    merge_prefixes: bool = True
+    """Run what samples of one prompt have in common once (row R11); the gradient is the same."""
     row_length: int = 512
     """Tokens of a packed row."""
     rows_per_batch: int = 8
@@ -121,23 +124,33 @@ def replay_config(config: RLConfig) -> ReplayConfig:
 
 
 def trained_logprobs(
-    model: Transformer, batch: BatchTensors, config: RLConfig, *, with_entropy: bool = False
+    model: Transformer,
+    batch: BatchTensors,
+    config: RLConfig,
+    *,
+    tree: TreeBatch | None = None,
+    with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     """(log-probs [B, T], entropy [B, T] or None, routing statistics) of the trained tokens of a packed batch.
 
-    Only predictors of trained tokens go through the head: the other entries are 0."""
+    With `tree` the model runs the merged tokens instead of the batch's own. Only predictors of trained tokens go
+    through the head: the other entries are 0."""
+    rows = batch if tree is None else tree
     out = model(
-        batch.token_ids,
-        position_ids_BT=batch.position_ids,
-        document_ids_BT=batch.document_ids,
-        routes_BTLK=batch.routes if config.replay else None,
+        rows.token_ids,
+        position_ids_BT=rows.position_ids,
+        document_ids_BT=rows.document_ids,
+        routes_BTLK=rows.routes if config.replay else None,
         replay=replay_config(config),
         with_logits=False,
+        visible_until_BT=None if tree is None else tree.visible_until,
     )
-    mask_BS = batch.loss_mask[:, 1:]
-    logits_NV = model.lm_head(out.hidden_BTD[:, :-1][mask_BS])
+    if tree is None:
+        hidden_ND = out.hidden_BTD[:, :-1][batch.loss_mask[:, 1:]]
+    else:
+        hidden_ND = out.hidden_BTD.flatten(0, 1).index_select(0, tree.predictors)
     picked_N, entropy_N = target_logprobs(
-        logits_NV, batch.token_ids[:, 1:][mask_BS], batch.temperature, with_entropy=with_entropy
+        model.lm_head(hidden_ND), batch.token_ids[batch.loss_mask], batch.temperature, with_entropy=with_entropy
     )
     logprobs_BT = torch.zeros(batch.token_ids.shape, dtype=picked_N.dtype, device=picked_N.device)
     logprobs_BT = logprobs_BT.masked_scatter(batch.loss_mask, picked_N)
@@ -157,16 +170,15 @@ def update(
         group["lr"] = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
     optimizer.zero_grad(set_to_none=True)
     device = next(model.parameters()).device
-    packed = pack(samples, row_length=config.row_length, rows_per_batch=config.rows_per_batch)
-    batches = [to_tensors(batch, device) for batch in packed]
+    batches = micro_batches(samples, config, device)
     denominator = loss_denominator(
         config.loss,
         num_rollouts_planned=config.prompts_per_step * config.group_size,
-        num_tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
+        num_tokens=sum(int(batch.loss_mask.sum()) for batch, _ in batches),
     )
     sums, gaps, routing = [], [], {"replayed": 0.0, "replaced": 0.0, "free": 0.0}
-    for batch in batches:
-        logprobs_BT, entropy_BT, stats = trained_logprobs(model, batch, config, with_entropy=True)
+    for batch, tree in batches:
+        logprobs_BT, entropy_BT, stats = trained_logprobs(model, batch, config, tree=tree, with_entropy=True)
         loss, parts = policy_loss(logprobs_BT, batch, config.loss, denominator, entropy_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         sums.append(parts)
@@ -181,7 +193,21 @@ def update(
     metrics |= {"mismatch_max": float(gap_N.max()), "grad_norm": float(norm)}
     metrics["replaced_expert_frac"] = routing["replaced"] / max(routing["replayed"], 1.0)
     metrics["num_samples"] = float(len(samples))
+    trees = [tree for _, tree in batches if tree is not None]
+    if trees:
+        metrics["token_ratio"] = sum(t.num_unmerged for t in trees) / sum(t.num_merged for t in trees)
+        metrics["route_forks"] = float(sum(tree.num_route_forks for tree in trees))
     return metrics
+
+
+def micro_batches(
+    samples: Sequence[Sample], config: RLConfig, device: torch.device | str
+) -> list[tuple[BatchTensors, TreeBatch | None]]:
+    """The packed samples, each with its prefix trees when prefixes are merged."""
+    sizes: dict[str, int] = {"row_length": config.row_length, "rows_per_batch": config.rows_per_batch}
+    if config.merge_prefixes:
+        return [(to_tensors(batch, device), tree) for batch, tree in pack_trees(samples, device=device, **sizes)]
+    return [(to_tensors(batch, device), None) for batch in pack(samples, **sizes)]
 
 
 def score_groups(groups: Sequence[Group], config: RLConfig, step: int, seed: int) -> list[Group]:
@@ -247,13 +273,14 @@ def train_step(
             references = list(logprobs)
     samples = [
         sample
-        for group, logprobs_of_group in zip(groups, references, strict=True)
+        for index, (group, logprobs_of_group) in enumerate(zip(groups, references, strict=True))
         for sample in group_samples(
             group,
             config.advantage,
             temperature=config.temperature,
             policy_version=step,
             reference_logprobs=logprobs_of_group,
+            group_index=index,
         )
     ]
     return update(model, optimizer, samples, config, step) | measured
