@@ -27,7 +27,7 @@ from composer2.env.tasks.evalsets import build_eval_set
 from composer2.model.checkpoint.native import load_model, save_model
 from composer2.model.pretrain.corpus import load_corpus
 from composer2.model.pretrain.loop import StepMetrics
-from composer2.model.pretrain.loss_fit import fit_loss
+from composer2.model.pretrain.loss_fit import MIN_POINTS, fit_loss
 from composer2.model.pretrain.mtp import measure_mtp_acceptance, mid_run_copy, move_mtp
 from composer2.model.pretrain.phases import (
     EvalPoint,
@@ -122,18 +122,30 @@ def stage_cpt(run: Run) -> dict[str, Any]:
         )  # fmt: skip
         finished_or_interrupt(result)
     save_model(run.model_dir("cpt"), model)
-    after = next((p.tokens for p in result.evals if p.step > config.warmup_steps), 0) - 1
-    figures: dict[str, Any] = {
-        "cpt_tokens": result.tokens,
-        "cpt_heldout_loss_start": result.evals[0].loss,
-        "cpt_heldout_loss_end": result.evals[-1].loss,
-    }
-    fit = fit_loss([(p.tokens, p.loss) for p in result.evals if p.tokens > 0], after_tokens=max(after, 0))
-    return figures | {
+    figures: dict[str, Any] = {"cpt_tokens": result.tokens}
+    if result.evals:
+        figures["cpt_heldout_loss_start"] = result.evals[0].loss
+        figures["cpt_heldout_loss_end"] = result.evals[-1].loss
+    return figures | fitted_loss(run, result.evals)
+
+
+def fitted_loss(run: Run, evals: Sequence[EvalPoint]) -> dict[str, Any]:
+    """Held-out loss against log tokens after the warm-up; nothing, and a note, when there are too few points."""
+    config = run.config.cpt
+    after = max(0, next((p.tokens for p in evals if p.step > config.warmup_steps), 0) - 1)
+    points = [(p.tokens, p.loss) for p in evals if p.tokens > after]
+    if len(points) < MIN_POINTS:
+        run.console.note(
+            f"loss fit left out: {len(points)} evaluations after the warm-up, it needs {MIN_POINTS} "
+            "(cpt.num-eval-points, cpt.phase1-steps)"
+        )
+        return {}
+    fit = fit_loss(points)
+    return {
         "loss_fit_r2": fit.r2,
         "loss_fit_slope": fit.slope,
         "loss_fit_points": len(fit.points),
-        "loss_fit_after_tokens": max(after, 0),
+        "loss_fit_after_tokens": after,
     }
 
 
