@@ -11,7 +11,7 @@ In: float tensors, or bytes. Out: bytes, or float tensors. Pure PyTorch on any d
 
 All casts round to nearest even and saturate. E2M1 codes 0..7 grow with the value, so rounding is one `round` on
 
-    f(|v|) = min(2 |v|, |v| + 2, |v| / 2 + 4)      the piecewise-linear map of 0 .5 1 1.5 2 3 4 6 to 0..7
+    f(|v|) = min(|v|, 6) / 2 + min(|v|, 4) / 2 + min(|v|, 2)      the piecewise-linear map of 0 .5 1 1.5 2 3 4 6 to 0..7
 
 whose half-integers are exactly the ties and whose even integers are the even codes.
 Source: report §6.1; rows K1 K2 K3. OCP Microscaling Formats 1.0 §5 for E2M1, E4M3, E8M0.
@@ -64,15 +64,18 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """
     if x.isnan().any():
         raise ValueError("E2M1: a value is NaN, accepted is a number; the format has no NaN")
-    # float64: in float32 `|v| + 2` would round a neighbour of a tie onto the tie.
-    magnitude = e2m1_index(x.abs().double()).to(torch.uint8)
-    return magnitude | (x.signbit().to(torch.uint8) << 3)
+    # float64: in float32 the sum in f would round a neighbour of a tie onto the tie.
+    return e2m1_index(x.double().abs_()).to(torch.uint8) | (x.signbit().to(torch.uint8) << 3)
 
 
 def e2m1_index(magnitude: torch.Tensor) -> torch.Tensor:
-    """0..7 as floats for magnitudes >= 0 (overwritten), exact where |v| + 2 does not round `v` onto a tie."""
-    index = torch.minimum(magnitude * 2, magnitude + 2)
-    return torch.minimum(index, magnitude.mul_(0.5).add_(4), out=index).clamp_(max=7).round_()
+    """0..7, as floats, of magnitudes >= 0 (overwritten): f above, rounded half to even.
+
+    Right if no magnitude is nearer to a tie than the dtype's rounding of f: any float32 value held in float64, or a
+    quotient known to keep its distance (`nvfp4.py`).
+    """
+    low, middle = magnitude.clamp(max=2.0), magnitude.clamp(max=4.0)
+    return low.add_(middle, alpha=0.5).add_(magnitude.clamp_(max=6.0), alpha=0.5).round_()
 
 
 def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -82,10 +85,16 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., K] below 16 -> uint8 [..., K // 2], even index in the low nibble. ValueError for an odd K."""
-    if codes.dtype != torch.uint8 or codes.shape[-1] % 2:
-        raise ValueError(f"codes are {codes.dtype} {tuple(codes.shape)}, accepted is uint8 [..., even]")
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
+    """uint8 or int16 [..., K], all below 16 -> uint8 [..., K // 2], even index in the low nibble.
+
+    Two neighbours are read as one wider integer (CPUs and GPUs that run torch are little-endian). ValueError for an odd K
+    or another dtype.
+    """
+    if codes.dtype not in (torch.uint8, torch.int16) or codes.shape[-1] % 2:
+        raise ValueError(f"codes are {codes.dtype} {tuple(codes.shape)}, accepted is uint8 or int16 [..., even]")
+    pair, shift = (torch.int16, 4) if codes.dtype == torch.uint8 else (torch.int32, 12)
+    pairs = codes.contiguous().view(pair)
+    return (pairs | (pairs >> shift)).to(torch.uint8)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -94,8 +103,13 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn of a float32 or bfloat16 tensor: nearest even, saturated at 448 (inf too); NaN stays NaN."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    """float8_e4m3fn of a float tensor: nearest even, saturated at 448 (inf too); NaN stays NaN. float64 rounds once."""
+    x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    if x.dtype == torch.float64:  # the library's cast goes through float32 and would round twice
+        exponent = torch.frexp(x).exponent.clamp_(min=-5)
+        step = torch.ldexp(torch.ones_like(x), exponent - 4)
+        x = x.div_(step).round_().mul_(step)
+    return x.to(torch.float8_e4m3fn)
 
 
 def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
@@ -103,6 +117,22 @@ def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
     wide = scales.int()
     bits = torch.where(wide == 0, 1 << 22, wide << 23)
     return torch.where(wide == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def finite_amax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """float32 largest magnitude of a bfloat16 or float32 tensor along `dim`, which is dropped.
+
+    Magnitudes order like their bits, which integer lanes compare faster. Raises ValueError if a value is NaN or inf.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x is {x.dtype}, accepted is torch.bfloat16 or torch.float32")
+    kind, mask, infinity = {2: (torch.int16, 0x7FFF, 0x7F80), 4: (torch.int32, 0x7FFFFFFF, 0x7F800000)}[
+        x.element_size()
+    ]
+    bits = (x.view(kind) & mask).amax(dim)
+    if (bits >= infinity).any():
+        raise ValueError("x holds NaN or infinity, accepted are finite values; these formats cannot carry them")
+    return bits.view(x.dtype).float()
 
 
 def encode_e8m0(amax: torch.Tensor, rule: str) -> torch.Tensor:
