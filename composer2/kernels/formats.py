@@ -23,6 +23,7 @@ Shape letters: R rows, C scale columns, T tokens, K the quantised width, E exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ NVFP4_BLOCK = 16
 NVFP4_OUTER = E2M1_MAX * E4M3_MAX
 """2688: a block of the largest magnitude has scale 448 and code 6."""
 MXFP8_BLOCK = 32
+PART = 1 << 18
+"""Elements handled at a time on a CPU, see `by_parts`."""
 
 
 class NVFP4(NamedTuple):
@@ -87,8 +90,8 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """uint8 or int16 [..., K], all below 16 -> uint8 [..., K // 2], even index in the low nibble.
 
-    Two neighbours are read as one wider integer (CPUs and GPUs that run torch are little-endian). ValueError for an odd K
-    or another dtype.
+    Two neighbours are read as one wider integer (CPUs and GPUs that run torch are little-endian). ValueError for an
+    odd K or another dtype.
     """
     if codes.dtype not in (torch.uint8, torch.int16) or codes.shape[-1] % 2:
         raise ValueError(f"codes are {codes.dtype} {tuple(codes.shape)}, accepted is uint8 or int16 [..., even]")
@@ -133,6 +136,21 @@ def finite_amax(x: torch.Tensor, dim: int) -> torch.Tensor:
     if (bits >= infinity).any():
         raise ValueError("x holds NaN or infinity, accepted are finite values; these formats cannot carry them")
     return bits.view(x.dtype).float()
+
+
+def by_parts(
+    function: Callable[..., tuple[torch.Tensor, ...]], width: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`function` over a few rows at a time, results concatenated: on a CPU temporaries then stay in its cache.
+
+    All tensors share their first dimension, `width` is the number of elements a row; elsewhere than on a CPU, and for a
+    small tensor, it is one call.
+    """
+    rows = max(1, PART // width) if tensors[0].device.type == "cpu" else len(tensors[0])
+    if rows >= len(tensors[0]):
+        return function(*tensors)
+    parts = [function(*part) for part in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def encode_e8m0(amax: torch.Tensor, rule: str) -> torch.Tensor:

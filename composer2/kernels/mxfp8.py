@@ -18,6 +18,7 @@ Shape letters: T tokens, K width, E experts, P tokens after padding, N blocks.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from composer2.kernels.backend import choose
 from composer2.kernels.formats import (
     MXFP8,
     MXFP8_BLOCK,
+    by_parts,
     decode_e8m0,
     encode_e4m3,
     encode_e8m0,
@@ -64,16 +66,17 @@ def quantize_mxfp8(
 
         return torchao.quantize_mxfp8(x, scale=scale, axis=axis, offsets=offsets)
     if axis == -1:
-        blocks = x.contiguous().unflatten(-1, (-1, MXFP8_BLOCK))
-        codes, scales = quantize_blocks(blocks, -1, scale)
-        return MXFP8(codes.view(x.shape), scales)
+        blocks = x.reshape(-1, x.shape[-1] // MXFP8_BLOCK, MXFP8_BLOCK)
+        codes, scales = by_parts(functools.partial(quantize_blocks, 2, scale), x.shape[-1], blocks)
+        return MXFP8(codes.view(x.shape), scales.view(*x.shape[:-1], -1))
     assert offsets is not None
     padded_PK = pad_rows(x, offsets)
-    codes, scales = quantize_blocks(padded_PK.unflatten(0, (-1, MXFP8_BLOCK)), 1, scale)
+    blocks = padded_PK.unflatten(0, (-1, MXFP8_BLOCK))
+    codes, scales = by_parts(functools.partial(quantize_blocks, 1, scale), blocks[:1].numel(), blocks)
     return MXFP8(codes.view(padded_PK.shape), scales)
 
 
-def quantize_blocks(blocks: torch.Tensor, dim: int, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(dim: int, rule: str, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: E4M3 codes in the shape of `blocks`, and one byte per block, whose elements lie along `dim`."""
     scales = encode_e8m0(finite_amax(blocks, dim), rule)
     inverse = decode_e8m0(254 - scales).unsqueeze(dim)  # 2^(127 - b), a float32 for every b below 255

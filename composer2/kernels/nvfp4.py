@@ -33,6 +33,7 @@ Shape letters: T tokens, K width, N rows of a matrix, E experts.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -45,6 +46,7 @@ from composer2.kernels.formats import (
     NVFP4,
     NVFP4_BLOCK,
     NVFP4_OUTER,
+    by_parts,
     e2m1_index,
     encode_e4m3,
     finite_amax,
@@ -89,10 +91,19 @@ def quantize_nvfp4(
 
 def quantize_nvfp4_reference(x: torch.Tensor, outer: str, order: str) -> NVFP4:
     """The definition, in plain PyTorch on any device."""
-    x = x.contiguous()
-    blocks = x.unflatten(-1, (-1, NVFP4_BLOCK))
-    block_amax = finite_amax(blocks, -1)
-    amax = outer_amax(block_amax, outer)
+    rows = x.reshape(-1, x.shape[-1])
+    (block_amax,) = by_parts(lambda part: (finite_amax(part.unflatten(-1, (-1, NVFP4_BLOCK)), -1),), x.shape[-1], rows)
+    amax = outer_amax(block_amax.view(*x.shape[:-1], -1), outer)
+    amax_per_row = amax.expand(*x.shape[:-1], 1).reshape(-1, 1)
+    codes, scales = by_parts(functools.partial(quantize_rows, order), x.shape[-1], rows, block_amax, amax_per_row)
+    return NVFP4(codes.view(*x.shape[:-1], -1), scales.view(*x.shape[:-1], -1), quotient(amax, NVFP4_OUTER))
+
+
+def quantize_rows(
+    order: str, x_TK: torch.Tensor, block_amax: torch.Tensor, amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, K // 2] and scales [T, K // 16] of rows, given the largest magnitudes [T, K // 16] and [T, 1]."""
+    blocks = x_TK.unflatten(-1, (-1, NVFP4_BLOCK))
     if order == "exact":
         scales, index = exact_order(blocks, block_amax, amax)
     else:
@@ -100,7 +111,7 @@ def quantize_nvfp4_reference(x: torch.Tensor, outer: str, order: str) -> NVFP4:
         scales = scales.squeeze(-1).masked_fill(block_amax == 0, 0.0)
         # float64: `e2m1_index` must see every float32 as it is. NaN is 0 / 0 or 0 * inf, in a zero row or block.
         index = e2m1_index(scaled.double().nan_to_num_(nan=0.0))
-    return NVFP4(pack_codes(index.flatten(-2), x), encode_e4m3(scales), quotient(amax, NVFP4_OUTER))
+    return pack_codes(index.flatten(-2), x_TK), encode_e4m3(scales)
 
 
 def exact_order(
