@@ -10,8 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 SCORING_FUNCS = ("sigmoid", "softmax")
+EXPERT_RECIPES = ("native", "bf16", "mxfp8", "nvfp4", "nvfp4-tensor")
+DISPATCH_WIRES = ("native", "bf16", "mxfp8")
+NVFP4_ORDERS = ("exact", "divide_outer", "reciprocal", "te")
+MX_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,15 @@ class ModelConfig:
     """MTP modules behind the trunk; module j predicts the token j + 2 places ahead (j from 0)."""
     initializer_range: float = 0.02
     """Standard deviation of the normal initialisation of every matrix."""
+    expert_recipe: Literal["native", "bf16", "mxfp8", "nvfp4", "nvfp4-tensor"] = "native"
+    """Number formats of the routed experts' products: `native` (the model's own dtype), `bf16`, `mxfp8` (forward and
+    backward), `nvfp4` (a scale per token forward, MXFP8 backward), `nvfp4-tensor` (one scale a tensor, to compare). All
+    but `native` and `bf16` want `hidden_size` and `moe_intermediate_size` to be multiples of 32."""
+    dispatch_wire: Literal["native", "bf16", "mxfp8"] = "native"
+    """What a token is sent to its experts as: `native`, `bf16`, or `mxfp8`; all but `native` come back as bf16."""
+    nvfp4_order: Literal["exact", "divide_outer", "reciprocal", "te"] = "exact"
+    """Order of the NVFP4 quantiser's operations: `exact`, or one an inference engine uses (`divide_outer`,
+    `reciprocal`, `te`)."""
 
     def __post_init__(self) -> None:
         positive = "vocab_size hidden_size num_hidden_layers intermediate_size moe_intermediate_size n_routed_experts"
@@ -140,6 +154,20 @@ class ModelConfig:
         reachable = experts // groups * self.topk_group
         chosen = self.num_experts_per_tok
         _require(chosen <= reachable, "num_experts_per_tok", chosen, f"at most {reachable}, the experts of topk_group")
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        """Number formats, and the widths their blocks need."""
+        recipe, wire = self.expert_recipe, self.dispatch_wire
+        _require(recipe in EXPERT_RECIPES, "expert_recipe", recipe, f"one of {EXPERT_RECIPES}")
+        _require(wire in DISPATCH_WIRES, "dispatch_wire", wire, f"one of {DISPATCH_WIRES}")
+        _require(self.nvfp4_order in NVFP4_ORDERS, "nvfp4_order", self.nvfp4_order, f"one of {NVFP4_ORDERS}")
+        accepted = f"a multiple of {MX_BLOCK} with expert_recipe {recipe!r} and dispatch_wire {wire!r}"
+        if recipe not in ("native", "bf16"):
+            for name in ("hidden_size", "moe_intermediate_size"):
+                _require(getattr(self, name) % MX_BLOCK == 0, name, getattr(self, name), accepted)
+        if wire == "mxfp8":
+            _require(self.hidden_size % MX_BLOCK == 0, "hidden_size", self.hidden_size, accepted)
 
     @property
     def num_moe_layers(self) -> int:

@@ -8,6 +8,8 @@ was selected, a replayed expert beyond the own top-k included (fault 29).
 Source: report §3 and App. B; DeepSeek-V3 paper (sigmoid scores, bias from load, group-limited selection); rows M5 M6.
 A group's score is the sum of its two best biased scores. The router computes in float32 even under autocast.
 Choice: tokens are sorted by expert, two grouped GEMMs run, and index_add sums in a fixed order: no loop over tokens.
+`ModelConfig.expert_recipe` chooses the number formats of these GEMMs (row K4), `dispatch_wire` what tokens are sent as
+(row K5); by default both are the model's own dtype, and nothing is rounded.
 Choice: the bias is centred after every update; a common offset changes no selection and only drifts (fault 59).
 
 Shape letters: B batch, T tokens, D model, E experts, K experts a token, F ffn.
@@ -19,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from composer2.kernels.dispatch import combine_tokens, pack_tokens
+from composer2.kernels.formats import MXFP8
 from composer2.kernels.grouped import grouped_mm
+from composer2.kernels.linear import Recipe, expert_linear
 from composer2.model.config import ModelConfig
 from composer2.model.layers import SwiGLU
 from composer2.model.router_replay import Selection, replay_selection
@@ -87,25 +92,34 @@ class Experts(nn.Module):
         experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.zeros(experts, hidden, width))
-        self.grouped_backend = grouped_backend
+        self.grouped_backend, self.wire = grouped_backend, config.dispatch_wire
+        self.recipe: Recipe | None = None
+        if config.expert_recipe != "native":
+            self.recipe = Recipe(name=config.expert_recipe, order=config.nvfp4_order)
 
     def forward(self, x_TD: torch.Tensor, expert_ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Weighted sum over each token's experts, [T, D], in the dtype of the weights times that of x."""
-        tokens, chosen = expert_ids_TK.shape
-        sorted_ids, order = expert_ids_TK.flatten().sort(stable=True)
-        token_of_row = order // chosen
-        counts_E = torch.bincount(sorted_ids, minlength=len(self.down_proj))
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
         gate_up: torch.Tensor = self.gate_up_proj
         down: torch.Tensor = self.down_proj
         if torch.is_autocast_enabled(x_TD.device.type):
             dtype = torch.get_autocast_dtype(x_TD.device.type)
-            x_TD, gate_up, down = x_TD.to(dtype), gate_up.to(dtype), down.to(dtype)
-        rows = x_TD.index_select(0, token_of_row)
-        gate, up = grouped_mm(rows, gate_up, offsets_E, backend=self.grouped_backend).chunk(2, dim=-1)
-        rows = grouped_mm(F.silu(gate) * up, down, offsets_E, backend=self.grouped_backend)
-        rows = rows * weights_TK.flatten().index_select(0, order)[:, None]
-        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_of_row, rows)
+            x_TD = x_TD.to(dtype)
+            if self.recipe is None:
+                gate_up, down = gate_up.to(dtype), down.to(dtype)
+        packed = pack_tokens(x_TD, expert_ids_TK, len(down), wire=self.wire)
+        gate, up = self.product(packed.rows_RD, gate_up, packed.offsets_E, packed.codes).chunk(2, dim=-1)
+        rows = self.product(F.silu(gate) * up, down, packed.offsets_E)
+        return combine_tokens(rows, packed, weights_TK)
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, offsets_E: torch.Tensor, codes: MXFP8 | None = None
+    ) -> torch.Tensor:
+        """Rows times their expert's matrix, in the formats of the recipe."""
+        if self.recipe is None:
+            if self.wire != "native":
+                weight = weight.to(x.dtype)
+            return grouped_mm(x, weight, offsets_E, backend=self.grouped_backend)
+        return expert_linear(x, weight, offsets_E, recipe=self.recipe, wire=codes, backend=self.grouped_backend)
 
 
 class MoE(nn.Module):
