@@ -11,7 +11,8 @@ response length (a length bias). Every sampled token of every segment gets A_i: 
 A truncated rollout counts with its reward (no overlong masking). What does not count, neither in the mean nor in the
 loss: rollouts lost to infrastructure, and rollouts without a single sampled token.
 
-`grpo` (divide by the population standard deviation) and `rloo` (mean of the others) are named comparisons.
+`grpo` (divide by the population standard deviation), `rloo` (mean of the others) and `length_norm` (divide by the
+sampled tokens of the rollout) are comparisons; `rl.variants` names their combinations.
 Choice: a group with exactly equal rewards has exactly zero advantages, whatever rounding the mean would bring; with KL
 weight 0 its samples have exactly zero gradient and are left out. With a positive KL weight such a group still takes
 its KL step, which is the gradient of the stated objective.
@@ -44,6 +45,8 @@ class AdvantageConfig:
     """`dr_grpo` is the report's; the other two are comparisons."""
     std_epsilon: float = 1e-6
     """Added to the standard deviation by `grpo` alone."""
+    length_norm: bool = False
+    """Divide every token's advantage, its KL term included, by the sampled tokens of its whole rollout (GRPO)."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference, as a per-token term of the advantage."""
     max_token_age: int | None = None
@@ -154,9 +157,11 @@ def group_samples(
             continue
         else:
             kl_terms = [np.zeros(len(segment.token_ids)) for segment in rollout.segments]
+        divisor = sum(int(segment.sampled.sum()) for segment in rollout.segments) if config.length_norm else 1
         for segment, kl_term_T in zip(rollout.segments, kl_terms, strict=True):
             if segment.sampled.any():
-                sample = segment_sample(segment, advantages_G[index] + kl_term_T, temperature=temperature)
+                advantages_T = (advantages_G[index] + kl_term_T) / divisor
+                sample = segment_sample(segment, advantages_T, temperature=temperature)
                 samples.append(replace(sample, group=group_index))
     return samples
 

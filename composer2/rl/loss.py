@@ -11,6 +11,7 @@ Source: report §4.1 (Dr. GRPO); rows R1 R8; notes §2. With ratio r_t = pi(o_t)
     ppo_clip  w_t = min(r_t A_t, clip(r_t, 1-eps_low, 1+eps_high) A_t)
     tis       w_t = sg(min(r_t, cap)) A_t log pi(o_t)                        truncated importance sampling
     cispo     w_t = sg(clip(r_t, 0, 1+eps_high)) A_t log pi(o_t)             [M2] clips the weight, keeps every token
+    gspo      as ppo_clip with s_t = sg(s) pi(o_t) / sg(pi(o_t)) for r_t, s = exp(mean of log r over the sequence)
 
     denominator = planned rollouts of the step * norm_length
 
@@ -20,6 +21,8 @@ failures or by samples that were skipped for having no gradient. Hence cutting t
 Choice: the report is silent on the off-policy correction; the default is ppo_clip with the asymmetric range common in
 this line of work. `normaliser="tokens"` divides by the trained tokens of the whole step instead (the form CISPO was
 published with), for comparison. Log-ratios are clamped to +-20 so that one token cannot overflow float32.
+Choice: a sequence of `gspo` is a segment, since only a segment is one context. Its advantages come divided by the
+length of their rollout (`rl.variants`), so that the terms of a sequence add up to s A.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -36,8 +39,8 @@ import torch
 from composer2.rl.kl import entropy
 from composer2.rl.pack import BatchTensors
 
-Correction = Literal["none", "ppo_clip", "tis", "cispo"]
-CORRECTIONS: tuple[Correction, ...] = ("none", "ppo_clip", "tis", "cispo")
+Correction = Literal["none", "ppo_clip", "tis", "cispo", "gspo"]
+CORRECTIONS: tuple[Correction, ...] = ("none", "ppo_clip", "tis", "cispo", "gspo")
 MAX_LOG_RATIO = 20.0
 
 
@@ -46,11 +49,11 @@ class LossConfig:
     """Off-policy correction and normaliser."""
 
     correction: Correction = "ppo_clip"
-    """none, ppo_clip, tis or cispo; the formulas stand at the top of the file."""
+    """none, ppo_clip, tis, cispo or gspo; the formulas stand at the top of the file."""
     eps_low: float = 0.2
-    """Lower clip distance of ppo_clip."""
+    """Lower clip distance of ppo_clip and gspo."""
     eps_high: float = 0.28
-    """Upper clip distance of ppo_clip and cispo."""
+    """Upper clip distance of ppo_clip, gspo and cispo."""
     tis_cap: float = 2.0
     """Largest importance weight of tis."""
     normaliser: Literal["constant", "tokens"] = "constant"
@@ -143,7 +146,7 @@ def policy_loss(
     advantages_N = batch.advantages[mask].to(logprobs_N.dtype)
     behaviour_N = batch.behaviour_logprobs[mask].to(logprobs_N.dtype)
     log_ratio_N = (logprobs_N - behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_N = log_ratio_N.exp()
+    ratio_N = sequence_ratio(log_ratio_N, batch) if config.correction == "gspo" else log_ratio_N.exp()
     terms_N, clipped_N = corrected_terms(logprobs_N, ratio_N, advantages_N, config)
     loss = -terms_N.sum() / denominator
     with torch.no_grad():
@@ -162,6 +165,17 @@ def policy_loss(
     return loss, sums
 
 
+def sequence_ratio(log_ratio_N: torch.Tensor, batch: BatchTensors) -> torch.Tensor:
+    """[N] for every trained token exp(mean log-ratio of its document); the gradient is that of its own log-prob."""
+    rows_B1 = torch.arange(len(batch.document_ids), device=batch.document_ids.device)[:, None]
+    documents_N = (rows_B1 * (batch.document_ids.max() + 1) + batch.document_ids)[batch.loss_mask]
+    _, index_N = documents_N.unique(return_inverse=True)
+    counts_S = torch.bincount(index_N)
+    fixed_N = log_ratio_N.detach()
+    sums_S = torch.zeros(len(counts_S), dtype=fixed_N.dtype, device=fixed_N.device).index_add(0, index_N, fixed_N)
+    return (sums_S / counts_S)[index_N].exp() * (log_ratio_N - fixed_N).exp()
+
+
 def corrected_terms(
     logprobs_N: torch.Tensor, ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: LossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +183,7 @@ def corrected_terms(
     weight_N = ratio_N.detach()
     if config.correction == "none":
         return advantages_N * logprobs_N, torch.zeros_like(weight_N, dtype=torch.bool)
-    if config.correction == "ppo_clip":
+    if config.correction in ("ppo_clip", "gspo"):
         low, high = 1 - config.eps_low, 1 + config.eps_high
         terms_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
         bound = ((weight_N > high) & (advantages_N > 0)) | ((weight_N < low) & (advantages_N < 0))
