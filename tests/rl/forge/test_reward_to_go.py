@@ -158,12 +158,12 @@ def test_samples_carry_the_advantage_of_their_step_across_segments(build):
 
 
 def test_the_harness_marks_every_sampled_token_with_one_step(fakes):
-    turns = ["<|read|>solution.py<|end|>", "not a call", "<|run|><|end|>"]
+    turns = ["<|read|>solution.py<|end|>", "<|search|>value<|end|>", "done<|end|>"]
     tokenizer = fakes.ByteTokenizer()
     script = [tokenizer.ids(turn) for turn in turns]
     rollout, _, _ = asyncio.run(fakes.run_script(fakes.make_task(), script, template=TinyTemplate(tokenizer)))
     steps = steps_of(rollout)
-    assert len(steps) >= 3
+    assert len(steps) == 3
     assert sum(stop - start for _, start, stop in steps) == sum(int(s.sampled.sum()) for s in rollout.segments)
 
 
