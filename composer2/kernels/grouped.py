@@ -58,6 +58,8 @@ def grouped_mm(
         out_TO = grouped_mm_reference(x_TI, weight_EOI, offsets_E)
     else:
         out_TO = F.grouped_mm(x_TI, weight_EOI.transpose(-2, -1), offs=offsets_E)
+        if out_TO.requires_grad:  # its backward refuses the stride-0 gradient that a sum sends
+            out_TO.register_hook(torch.Tensor.contiguous)
     return zero_tail(out_TO, offsets_E) if has_tail else out_TO
 
 

@@ -81,6 +81,13 @@ def test_misfits_are_refused():
         grouped_mm(x[:2], weight, offsets, backend="reference")
 
 
+def test_an_expanded_gradient_is_accepted():
+    x, weight, offsets, _ = operands([2, 1], 8, 8, torch.float32)
+    x.requires_grad_()
+    grouped_mm(x, weight, offsets).sum().backward()
+    torch.testing.assert_close(x.grad[0], weight[0].sum(0))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Offsets and the tail behind the last one
 
