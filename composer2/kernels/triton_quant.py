@@ -212,13 +212,13 @@ def mxfp8_tokens_kernel(
 def quantize_nvfp4(x: torch.Tensor, *, outer: str = "token", order: str = "exact") -> NVFP4:
     """NVFP4 of x, bfloat16 or float32 [..., K]: the bytes of the reference for the same arguments.
 
-    Raises ValueError for a shape, dtype or name that is not accepted, BackendUnavailable for an order other than
-    "exact" or where Triton cannot run.
+    Raises ValueError for a shape, dtype or name that is not accepted and for an order other than "exact",
+    BackendUnavailable where Triton cannot run.
     """
     nvfp4.check_arguments(x, outer, order)
     require(x)
     if order != "exact":
-        raise BackendUnavailable(f"order is {order!r}, the triton kernel has 'exact'; pass backend='reference'")
+        raise ValueError(f"order is {order!r}, accepted with backend 'triton' is 'exact'")
     num_axes = {"token": 1, "matrix": 2, "tensor": x.ndim}[outer]
     width, axes = x.shape[-1], tuple(range(-num_axes, 0))
     x = x.contiguous()
@@ -280,6 +280,11 @@ def token_blocks(offsets_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     expert_B = torch.arange(len(offsets_E), device=offsets_E.device).repeat_interleave(num_blocks_E)
     place_B = torch.arange(len(expert_B), device=offsets_E.device) - (block_ends_E - num_blocks_E)[expert_B]
     return (starts_E[expert_B] + place_B * MXFP8_BLOCK).int(), offsets_E[expert_B]
+
+
+def is_interpreted() -> bool:
+    """Were the kernels of this file made for Triton's interpreter? Fixed when it is imported."""
+    return type(nvfp4_rows_kernel).__name__ == "InterpretedFunction"
 
 
 def require(x: torch.Tensor) -> None:
