@@ -68,7 +68,7 @@ def quantize_mxfp8(
     if axis == -1:
         blocks = x.reshape(-1, x.shape[-1] // MXFP8_BLOCK, MXFP8_BLOCK)
         codes, scales = by_parts(functools.partial(quantize_blocks, 2, scale), x.shape[-1], blocks)
-        return MXFP8(codes.view(x.shape), scales.view(*x.shape[:-1], -1))
+        return MXFP8(codes.view(x.shape), scales.view(*x.shape[:-1], x.shape[-1] // MXFP8_BLOCK))
     assert offsets is not None
     padded_PK = pad_rows(x, offsets)
     blocks = padded_PK.unflatten(0, (-1, MXFP8_BLOCK))

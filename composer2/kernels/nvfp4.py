@@ -91,12 +91,14 @@ def quantize_nvfp4(
 
 def quantize_nvfp4_reference(x: torch.Tensor, outer: str, order: str) -> NVFP4:
     """The definition, in plain PyTorch on any device."""
-    rows = x.reshape(-1, x.shape[-1])
-    (block_amax,) = by_parts(lambda part: (finite_amax(part.unflatten(-1, (-1, NVFP4_BLOCK)), -1),), x.shape[-1], rows)
-    amax = outer_amax(block_amax.view(*x.shape[:-1], -1), outer)
-    amax_per_row = amax.expand(*x.shape[:-1], 1).reshape(-1, 1)
-    codes, scales = by_parts(functools.partial(quantize_rows, order), x.shape[-1], rows, block_amax, amax_per_row)
-    return NVFP4(codes.view(*x.shape[:-1], -1), scales.view(*x.shape[:-1], -1), quotient(amax, NVFP4_OUTER))
+    lead, width = x.shape[:-1], x.shape[-1]
+    num_blocks = width // NVFP4_BLOCK
+    rows = x.reshape(-1, width)
+    (block_amax,) = by_parts(lambda part: (finite_amax(part.unflatten(-1, (-1, NVFP4_BLOCK)), -1),), width, rows)
+    amax = outer_amax(block_amax.view(*lead, num_blocks), outer)
+    amax_per_row = amax.expand(*lead, 1).reshape(-1, 1)
+    codes, scales = by_parts(functools.partial(quantize_rows, order), width, rows, block_amax, amax_per_row)
+    return NVFP4(codes.view(*lead, width // 2), scales.view(*lead, num_blocks), quotient(amax, NVFP4_OUTER))
 
 
 def quantize_rows(
