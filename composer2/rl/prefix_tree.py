@@ -95,6 +95,20 @@ class _Builder:
         self.root = Node(sample=0, start=0, stop=0)
         self.num_route_forks = 0
 
+    def new_tokens(self, index: int, length: int) -> int:
+        """How many tokens `insert` would add."""
+        node, at = self.root, 0
+        while at < length:
+            child = node.children.get(self._key(index, at))
+            if child is None:
+                break
+            same = self._common(child, index, at, length)
+            at += same
+            if child.start + same < child.stop:
+                break
+            node = child
+        return length - at
+
     def insert(self, index: int, length: int) -> Node:
         """Walk down as far as the sample agrees, branch where it does not; returns the node of its last token."""
         node, at = self.root, 0
@@ -198,10 +212,29 @@ class TreeBatch:
     num_route_forks: int
 
 
+def row_sized(samples: Sequence[Sample], row_length: int) -> list[list[Sample]]:
+    """The samples of one prompt, in order, cut into parts whose trees fit into a row, each as large as it can be.
+
+    Choice: attention over a tree is dense, so one that outgrows its row costs more than running its prefix twice."""
+    parts: list[list[Sample]] = []
+    builder, used = _Builder(samples), 0
+    for index, sample in enumerate(samples):
+        added = builder.new_tokens(index, tokens_needed(sample))
+        if not parts or used + added > row_length:
+            parts.append([])
+            builder, used = _Builder(samples), 0
+            added = tokens_needed(sample)
+        builder.insert(index, tokens_needed(sample))
+        parts[-1].append(sample)
+        used += added
+    return parts
+
+
 def pack_trees(
     samples: Sequence[Sample], *, row_length: int, rows_per_batch: int, device: torch.device | str = "cpu"
 ) -> list[tuple[Batch, TreeBatch]]:
-    """Micro-batches that hold every sample once. Samples of different `group` or temperature never share a tree.
+    """Micro-batches that hold every sample once. Samples of different `group` or temperature never share a tree, and a
+    tree is no longer than a row unless one sample is.
 
     The `Batch` carries the loss (its rows are not meant for the model), the `TreeBatch` the tokens to run."""
     common_shape(samples)
@@ -210,7 +243,8 @@ def pack_trees(
         by_prompt.setdefault((sample.temperature, sample.group), []).append(sample)
     packed = []
     for temperature in sorted({key[0] for key in by_prompt}):
-        members = [group for key, group in by_prompt.items() if key[0] == temperature]
+        prompts = [group for key, group in by_prompt.items() if key[0] == temperature]
+        members = [part for group in prompts for part in row_sized(group, row_length)]
         trees = [build_tree(group) for group in members]
         plan = plan_rows([len(tree.token_ids) for tree in trees], row_length=row_length, rows_per_batch=rows_per_batch)
         for rows in plan:

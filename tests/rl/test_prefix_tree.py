@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from composer2.rl.loss import policy_loss
 from composer2.rl.pack import fill, to_tensors
-from composer2.rl.prefix_tree import build_tree, pack_trees, tokens_needed
+from composer2.rl.prefix_tree import build_tree, pack_trees, row_sized, tokens_needed
 from composer2.rl.train import RLConfig, micro_batches, trained_logprobs
 from composer2.types import Sample
 
@@ -174,6 +174,17 @@ def test_a_sample_without_trained_tokens_is_refused():
         build_tree([made([1, 2, 3], mask=[False] * 3)])
     with pytest.raises(ValueError, match=r"loss_mask selects \[0\]"):
         build_tree([made([1, 2, 3], mask=[True, False, False])])
+
+
+@given(families(), st.integers(3, 30))
+def test_trees_are_as_large_as_a_row_takes(samples, row_length):
+    parts = row_sized(samples, row_length)
+    assert [id(s) for part in parts for s in part] == [id(s) for s in samples]
+    sizes = [len({path for sample in part for path in prefixes(sample)}) for part in parts]
+    for part, size, following in zip(parts, sizes, [*parts[1:], None], strict=True):
+        assert size <= row_length or len(part) == 1
+        if following is not None:  # its first sample did not fit any more
+            assert len({path for sample in [*part, following[0]] for path in prefixes(sample)}) > row_length
 
 
 def test_many_long_samples_are_merged_in_linear_time():
