@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from composer2.kernels.formats import MXFP8
+from composer2.kernels.formats import MXFP8, MXFP8_BLOCK
 from composer2.kernels.grouped import (
     check_offsets,
     grouped_mm,
@@ -78,8 +78,9 @@ def expert_linear(
     `x` is float32 or bfloat16 [T, K], or MXFP8 codes [T, K] that arrived quantised: those carry no gradient and give a
     bfloat16 result. `wire` are the codes that `x` was decoded from, when its gradient is wanted as well: an MXFP8
     forward then uses them as they are. `w_ENK` is float32 or bfloat16 [E, N, K], `offsets_E` int32 [E]; rows behind the
-    last offset give zeros and get zero gradients. K and N are multiples of 32 under the MX recipes (K of 16 for an
-    NVFP4 product without gradient). Raises ValueError naming what does not fit, BackendUnavailable with the reason.
+    last offset give zeros and get zero gradients. K is a multiple of 32 under `mxfp8`, of 16 under the NVFP4 recipes; N
+    is one of 32 under all three where x has a gradient. Raises ValueError naming what does not fit, BackendUnavailable
+    with the reason.
     """
     if isinstance(x, MXFP8):
         wire, x = x, dequantize_mxfp8(x, torch.bfloat16)
@@ -92,6 +93,8 @@ def expert_linear(
     if recipe.name == "bf16":
         rows_TN = grouped_mm(x.to(torch.bfloat16), w_ENK.to(torch.bfloat16), offsets_E)
         return rows_TN.to(x.dtype)
+    if w_ENK.shape[1] % MXFP8_BLOCK and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"w is {tuple(w_ENK.shape)}, accepted with a gradient of x is N a multiple of {MXFP8_BLOCK}")
     out_TN: torch.Tensor = _QuantisedProduct.apply(x, w_ENK, offsets_E, wire, recipe, backend)
     return out_TN
 

@@ -278,6 +278,10 @@ def test_bad_operands_are_refused():
     x, w, _, offsets = operands([3, 2], 48, 32)
     with pytest.raises(ValueError, match="48"):
         expert_linear(x, w, offsets, recipe=Recipe(name="mxfp8"))
+    x48, w48, _, _ = operands([3, 2], 32, 48)
+    expert_linear(x48, w48, offsets, recipe=Recipe(name="nvfp4"))
+    with pytest.raises(ValueError, match="N a multiple of 32"):
+        expert_linear(x48.requires_grad_(), w48, offsets, recipe=Recipe(name="nvfp4"))
     with pytest.raises(ValueError, match="float64"):
         expert_linear(x.double(), w, offsets, recipe=Recipe())
     with pytest.raises(ValueError, match="operands are"):
