@@ -11,7 +11,8 @@ Choice: along tokens (`axis=0`, what a weight gradient needs) every expert's row
 32 and blocked alone, so no block holds tokens of two experts; rows behind the last offset are never read.
 
 Edges, for both rules: a zero block has byte 0 and codes +-0; the sign of zero is kept; magnitudes below 2^-10 of the
-scale become +-0; all finite float32 and bfloat16 values are accepted; NaN and infinity raise ValueError.
+scale become +-0; all finite float32 and bfloat16 values are accepted (from 1.9375 * 2^127 on, bfloat16's largest number
+included, they round to 2^128, which decodes to infinity in float32); NaN and infinity raise ValueError.
 
 Shape letters: T tokens, K width, E experts, P tokens after padding, N blocks.
 """
@@ -72,7 +73,7 @@ def quantize_mxfp8(
     assert offsets is not None
     padded_PK = pad_rows(x, offsets)
     blocks = padded_PK.unflatten(0, (-1, MXFP8_BLOCK))
-    codes, scales = by_parts(functools.partial(quantize_blocks, 1, scale), blocks[:1].numel(), blocks)
+    codes, scales = by_parts(functools.partial(quantize_blocks, 1, scale), MXFP8_BLOCK * x.shape[1], blocks)
     return MXFP8(codes.view(padded_PK.shape), scales)
 
 
@@ -124,7 +125,7 @@ def check_arguments(x: torch.Tensor, scale: str, axis: int, offsets: torch.Tenso
         if offsets is not None:
             raise ValueError("offsets are given with axis -1, accepted is None: its blocks never cross rows")
     elif axis == 0:
-        if x.ndim != 2:
+        if x.ndim != 2 or x.shape[1] == 0:
             raise ValueError(f"x is {tuple(x.shape)}, accepted with axis 0 is [T, K]")
         if offsets is None:
             raise ValueError("offsets are None with axis 0, accepted is int32 [E], the running ends of the experts")
