@@ -62,9 +62,11 @@ class RLConfig:
     temperature: float = 1.0
     """Sampling temperature; log-probs are scored at it."""
     lr: float = 3e-4
-    """Learning rate, constant after the warm-up."""
+    """Peak learning rate."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
+    final_lr_frac: float = 1.0
+    """After the warm-up the rate goes linearly to this fraction of `lr` at `num_steps`; 1 keeps it constant."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's."""
     grad_clip: float = 1.0
@@ -106,6 +108,15 @@ class RLConfig:
             raise ValueError(f"RLConfig.replay_tau is {self.replay_tau}, accepted is in [0, 1)")
         if not self.lr > 0:
             raise ValueError(f"RLConfig.lr is {self.lr}, accepted is > 0")
+        if not 0 <= self.final_lr_frac <= 1:
+            raise ValueError(f"RLConfig.final_lr_frac is {self.final_lr_frac}, accepted is in [0, 1]")
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of the step number `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(self.num_steps - self.warmup_steps, 1)
+        return self.lr * (1 - (1 - self.final_lr_frac) * min(progress, 1.0))
 
 
 def make_optimizer(model: Transformer, config: RLConfig) -> torch.optim.Adam:
@@ -167,7 +178,7 @@ def update(
     if not samples:
         return {"num_tokens": 0.0, "loss": 0.0, "grad_norm": 0.0}
     for group in optimizer.param_groups:
-        group["lr"] = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
+        group["lr"] = config.lr_at(step)
     optimizer.zero_grad(set_to_none=True)
     device = next(model.parameters()).device
     batches = micro_batches(samples, config, device)

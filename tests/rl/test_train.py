@@ -207,3 +207,11 @@ def test_warmup_is_linear(policy):
 def test_config_is_checked(field, value):
     with pytest.raises(ValueError, match=rf"RLConfig.{field} is {value}, accepted is"):
         RLConfig(**{field: value})
+
+
+def test_learning_rate_by_hand():
+    falling = RLConfig(num_steps=10, warmup_steps=2, lr=1.0, final_lr_frac=0.2)
+    assert [falling.lr_at(step) for step in (0, 1, 2, 6, 10, 12)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+    assert {RLConfig(num_steps=10, lr=0.5).lr_at(step) for step in range(12)} == {0.5}
+    with pytest.raises(ValueError, match=r"RLConfig.final_lr_frac is 1.5, accepted is in \[0, 1\]"):
+        RLConfig(final_lr_frac=1.5)
