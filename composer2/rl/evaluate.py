@@ -100,21 +100,13 @@ def eval_figures(groups: Sequence[Group], rng: np.random.Generator) -> dict[str,
 
     `later_try_pass`: of rollouts whose first run failed, the share that passed at the second; `independent_try_pass`:
     the chance of a fresh first try on the same tasks, weighed by how often each task's first try failed. Feedback helps
-    when the former is above the latter."""
+    when the former is above the latter: `later_try_gain` is their difference."""
     table_NK = passed_table(groups)
     mean, best = (
         bootstrap_mean(values, rng) for values in (pass_at_1(table_NK), best_of_k(table_NK, table_NK.shape[1]))
     )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid_first = [rollout for rollout in rollouts if first_edit_is_valid(rollout)]
-    failed_first = [rollout for rollout in rollouts if rollout.attempts and not rollout.attempts[0]]
-    independent = [
-        sum(passed_by_try(rollout, 1) for rollout in group.rollouts if rollout is not failed)
-        / (len(group.rollouts) - 1)
-        for group in groups
-        for failed in group.rollouts
-        if failed.attempts and not failed.attempts[0] and len(group.rollouts) > 1
-    ]
     figures: dict[str, Any] = {
         "num_tasks": len(groups),
         "num_samples": table_NK.shape[1],
@@ -130,11 +122,38 @@ def eval_figures(groups: Sequence[Group], rng: np.random.Generator) -> dict[str,
         "infra_failures": sum(rollout.status is RolloutStatus.INFRASTRUCTURE for rollout in rollouts),
         "first_edit_valid": len(valid_first) / len(rollouts),
         "pass_given_valid": _share(passed_by_try(rollout, 1) for rollout in valid_first),
-        "later_try_pass": _share(passed_by_try(rollout, 2) for rollout in failed_first),
-        "independent_try_pass": _share(independent),
         "by_kind": by_kind(groups),
     }
+    figures |= later_tries(groups, rng)
     return figures | {f"pass_by_try_{n}": _share(passed_by_try(rollout, n) for rollout in rollouts) for n in (1, 2, 3)}
+
+
+def later_tries(groups: Sequence[Group], rng: np.random.Generator, num_resamples: int = 2000) -> dict[str, float]:
+    """The second try against a fresh one, and their difference with a 95 % bootstrap interval over tasks."""
+    counts_N3 = np.zeros((len(groups), 3))  # first tries that failed, second tries that passed, fresh ones expected to
+    for row_3, group in zip(counts_N3, groups, strict=True):
+        if len(group.rollouts) < 2:
+            continue
+        first = np.array([passed_by_try(rollout, 1) for rollout in group.rollouts])
+        for index, rollout in enumerate(group.rollouts):
+            if rollout.attempts and not rollout.attempts[0]:
+                fresh = np.delete(first, index).mean()
+                row_3 += (1.0, float(passed_by_try(rollout, 2)), fresh)
+    failed, later, independent = counts_N3.sum(axis=0)
+    if failed == 0:
+        return dict.fromkeys(("later_try_pass", "independent_try_pass"), 0.0)
+    sums_R3 = np.array(
+        [counts_N3[rng.integers(len(groups), size=len(groups))].sum(axis=0) for _ in range(num_resamples)]
+    )
+    gains_R = (sums_R3[:, 1] - sums_R3[:, 2]) / np.maximum(sums_R3[:, 0], 1)
+    low, high = np.quantile(gains_R, [0.025, 0.975])
+    return {
+        "later_try_pass": later / failed,
+        "independent_try_pass": independent / failed,
+        "later_try_gain": (later - independent) / failed,
+        "later_try_gain_ci_low": float(low),
+        "later_try_gain_ci_high": float(high),
+    }
 
 
 def by_kind(groups: Sequence[Group]) -> dict[str, dict[str, float]]:

@@ -89,6 +89,10 @@ def test_second_try_against_a_fresh_first_try():
     assert figures["later_try_pass"] == pytest.approx(1 / 3)
     # Fresh first tries of the same tasks: a1 -> (a0 yes, a2 no), a2 -> (a0 yes, a1 no), b0 -> (b1 no, b2 yes).
     assert figures["independent_try_pass"] == pytest.approx(1 / 2)
+    assert figures["later_try_gain"] == pytest.approx(1 / 3 - 1 / 2)
+    # Resampled tasks are a twice (1/2 - 1/2), b twice (0 - 1/2) or one of each.
+    assert figures["later_try_gain_ci_low"] == pytest.approx(-1 / 2)
+    assert figures["later_try_gain_ci_high"] == pytest.approx(0)
 
 
 def test_independent_try_weighs_tasks_by_their_failures():
