@@ -1,6 +1,6 @@
 """One pre-norm decoder block: x + attention(norm(x)), then x + feed-forward(norm(x)), the latter dense or MoE.
 
-Source: report App. B; row M1. The trunk and the MTP modules are made of this one block.
+Source: report App. B; rows M1 M3. The trunk and the MTP modules are made of this one block.
 
 Shape letters: B batch, T tokens, S new tokens, D model, K experts a token, N cache slots, M positions, C cache width.
 """
@@ -12,6 +12,7 @@ from torch import nn
 
 from composer2.model.attention import Attend, CacheView, LatentAttention
 from composer2.model.config import ModelConfig
+from composer2.model.gqa import GroupedQueryAttention
 from composer2.model.layers import RMSNorm, SwiGLU
 from composer2.model.moe import MoE
 from composer2.model.router_replay import Selection
@@ -20,10 +21,17 @@ from composer2.model.router_replay import Selection
 class Block(nn.Module):
     """A decoder layer."""
 
-    def __init__(self, config: ModelConfig, *, is_moe: bool, attend: Attend, grouped_backend: str) -> None:
+    def __init__(
+        self, config: ModelConfig, *, is_moe: bool, attend: Attend, grouped_backend: str, is_windowed: bool = False
+    ) -> None:
         super().__init__()
+        self.is_windowed = is_windowed
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(config, attend)
+        self.self_attn: LatentAttention | GroupedQueryAttention
+        if config.attention == "latent":
+            self.self_attn = LatentAttention(config, attend)
+        else:
+            self.self_attn = GroupedQueryAttention(config, attend, is_windowed=is_windowed)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: MoE | SwiGLU
         if is_moe:

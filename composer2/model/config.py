@@ -1,7 +1,8 @@
 """Shape of the policy: in go the sizes, out comes one frozen `ModelConfig`, checked, with its parameter counts.
 
-Source: report §3 and App. B (an MoE decoder with multi-head latent attention); rows M1 M2 M4 M5 M7 M8. Field names are
-those of the published DeepSeek-V3 family configurations, so that a published file reads without a dictionary.
+Source: report §3 and App. B (an MoE decoder with multi-head latent attention); rows M1-M5 M7 M8 M10. Field names are
+those of the published DeepSeek-V3 family configurations, so that a published file reads without a dictionary; those of
+grouped-query attention are the names of Qwen3 and MiniMax-M2. families.py holds the published sizes.
 Choice: counts are arithmetic here and are tested against a model on the meta device, so that planning needs no torch.
 """
 
@@ -15,6 +16,8 @@ from typing import Literal
 SCORING_FUNCS = ("sigmoid", "softmax")
 EXPERT_RECIPES = ("native", "bf16", "mxfp8", "nvfp4", "nvfp4-tensor")
 DISPATCH_WIRES = ("native", "bf16", "mxfp8")
+ATTENTION_KINDS = ("latent", "grouped")
+QK_NORMS = ("none", "head", "flat")
 NVFP4_ORDERS = ("exact", "divide_outer", "reciprocal", "te")
 MX_BLOCK = 32
 
@@ -69,7 +72,7 @@ class ModelConfig:
     """Sizes and switches of a `Transformer`. The defaults are the tiny preset: CPU, minutes."""
 
     vocab_size: int = 1024
-    """Rows of the embedding and of the untied head."""
+    """Rows of the embedding and of the head."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_hidden_layers: int = 4
@@ -116,6 +119,25 @@ class ModelConfig:
     """Longest context; a position at or beyond it is refused by the caches built from it."""
     rope_scaling: YarnConfig | None = None
     """YaRN, or None for plain rotary positions."""
+    attention: Literal["latent", "grouped"] = "latent"
+    """`latent` (MLA, row M2: the ranks and widths above) or `grouped` (GQA, row M3: the fields below instead)."""
+    num_key_value_heads: int | None = None
+    """Grouped: heads of keys and values, a divisor of `num_attention_heads`; None for one per query head."""
+    head_dim: int | None = None
+    """Grouped: width of a head; None for hidden_size // num_attention_heads."""
+    rotary_dim: int | None = None
+    """Grouped: leading part of a head that turns with position, even; None for all of it."""
+    qk_norm: Literal["none", "head", "flat"] = "none"
+    """Grouped: RMSNorm of queries and keys: `none`, one weight shared by all heads (`head`, Qwen3), or over the whole
+    projection before it is cut into heads (`flat`, MiniMax-M2)."""
+    sliding_window: int | None = None
+    """Grouped, row M10: a windowed layer sees this many latest tokens, its own included. None: every layer sees all."""
+    full_attention_every: int = 1
+    """Of this many consecutive layers the last sees everything and the others are windowed; 0: all are windowed."""
+    num_sink_tokens: int = 0
+    """First tokens of a document that windowed layers always see."""
+    tie_word_embeddings: bool = False
+    """The head is the embedding matrix."""
     num_nextn_predict_layers: int = 1
     """MTP modules behind the trunk; module j predicts the token j + 2 places ahead (j from 0)."""
     initializer_range: float = 0.02
@@ -154,7 +176,32 @@ class ModelConfig:
         reachable = experts // groups * self.topk_group
         chosen = self.num_experts_per_tok
         _require(chosen <= reachable, "num_experts_per_tok", chosen, f"at most {reachable}, the experts of topk_group")
+        self._check_attention()
         self._check_formats()
+
+    def _check_attention(self) -> None:
+        """The fields of grouped-query attention, which latent attention leaves alone."""
+        _require(self.attention in ATTENTION_KINDS, "attention", self.attention, f"one of {ATTENTION_KINDS}")
+        _require(self.qk_norm in QK_NORMS, "qk_norm", self.qk_norm, f"one of {QK_NORMS}")
+        if self.attention == "latent":
+            for name in ("num_key_value_heads", "head_dim", "rotary_dim", "sliding_window"):
+                _require(getattr(self, name) is None, name, getattr(self, name), "None with attention 'latent'")
+            _require(self.qk_norm == "none", "qk_norm", self.qk_norm, "'none' with attention 'latent'")
+            return
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        fits = shared is None or (shared >= 1 and heads % shared == 0)
+        _require(fits, "num_key_value_heads", shared, f"a divisor of num_attention_heads {heads}")
+        head_fits = self.head_dim is None and self.hidden_size % heads == 0
+        accepted = f"an integer >= 1, or None with hidden_size a multiple of {heads}"
+        _require(head_fits or (self.head_dim or 0) >= 1, "head_dim", self.head_dim, accepted)
+        _require(self.rope_dim % 2 == 0 and 2 <= self.rope_dim <= self.grouped_head_dim, "rotary_dim", self.rotary_dim,
+            f"an even number up to head_dim {self.grouped_head_dim}")  # fmt: skip
+        window = self.sliding_window
+        _require(window is None or window >= 1, "sliding_window", window, "None or an integer >= 1")
+        _require(self.full_attention_every >= 0, "full_attention_every", self.full_attention_every, "an integer >= 0")
+        _require(self.num_sink_tokens >= 0, "num_sink_tokens", self.num_sink_tokens, "an integer >= 0")
+        scale = 0.0 if self.rope_scaling is None else self.rope_scaling.mscale_all_dim
+        _require(scale == 0, "mscale_all_dim", scale, "0 with attention 'grouped', whose softmax scale YaRN leaves")
 
     def _check_formats(self) -> None:
         """Number formats, and the widths their blocks need."""
@@ -179,9 +226,33 @@ class ModelConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def grouped_head_dim(self) -> int:
+        """Width of a head of grouped-query attention."""
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def grouped_kv_heads(self) -> int:
+        """Heads of keys and values of grouped-query attention."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def rope_dim(self) -> int:
+        """Width that turns with position: two per rotary frequency."""
+        if self.attention == "latent":
+            return self.qk_rope_head_dim
+        return self.grouped_head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
     def cache_dim(self) -> int:
-        """Values a token a layer in the decode cache: latent and rope key (row M2)."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        """Values a token a layer in the decode cache: latent and rope key (row M2), or keys and values (row M3)."""
+        if self.attention == "latent":
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return 2 * self.grouped_kv_heads * self.grouped_head_dim
+
+    def is_windowed(self, layer: int) -> bool:
+        """Layer `layer` of the trunk (from 0) sees the window and the sinks only."""
+        every = self.full_attention_every
+        return self.sliding_window is not None and (every == 0 or (layer + 1) % every != 0)
 
     @property
     def num_parameters(self) -> int:
@@ -202,7 +273,8 @@ class ModelConfig:
     def _count(self, experts: int) -> int:
         hidden = self.hidden_size
         dense = self.first_k_dense_replace * (self._attention() + 2 * hidden + 3 * hidden * self.intermediate_size)
-        return 2 * self.vocab_size * hidden + hidden + dense + self.num_moe_layers * self._layer(experts)
+        tables = 1 if self.tie_word_embeddings else 2
+        return tables * self.vocab_size * hidden + hidden + dense + self.num_moe_layers * self._layer(experts)
 
     def _layer(self, experts: int) -> int:
         """One MoE decoder layer of which `experts` routed experts count."""
@@ -212,6 +284,10 @@ class ModelConfig:
 
     def _attention(self) -> int:
         hidden, heads, rank = self.hidden_size, self.num_attention_heads, self.kv_lora_rank
+        if self.attention == "grouped":
+            width, shared = heads * self.grouped_head_dim, self.grouped_kv_heads * self.grouped_head_dim
+            norms = {"none": 0, "head": 2 * self.grouped_head_dim, "flat": width + shared}[self.qk_norm]
+            return hidden * (2 * width + 2 * shared) + norms
         width = heads * self.qk_head_dim
         query = hidden * width
         if self.q_lora_rank is not None:

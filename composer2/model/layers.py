@@ -1,12 +1,13 @@
 """Small layers: root-mean-square norm, gated feed-forward, and rotary positions with YaRN.
 
     norm(x) = w * x / sqrt(mean(x^2) + eps)        ffn(x) = W_down (silu(W_gate x) * W_up x)
-    rope: the pair (x_2i, x_2i+1) turns by the angle position * f_i, f_i = theta^(-2i/d)
+    rope: a pair of numbers turns by the angle position * f_i, f_i = theta^(-2i/d); the pair is (x_2i, x_2i+1)
+          (interleaved: DeepSeek-V3) or (x_i, x_i+d/2) (half-split: Qwen3, MiniMax-M2), d the part that turns
     YaRN: f_i' = f_i / factor * ramp_i + f_i * (1 - ramp_i), ramp 0 for fast and 1 for slow dimensions
 
-Source: report App. B by way of the DeepSeek-V3 paper; rows M1 M4. Interleaved pairs, as that family's weights need.
-Choice: the rotated vector is written [all first halves of the pairs, all second halves]: queries and keys share the
-order, so every dot product is that of the pairwise order, and no interleaving copy is paid.
+Source: report App. B by way of the DeepSeek-V3 paper; rows M1 M3 M4. Which pairs turn is fixed by a family's weights.
+Choice: a rotated interleaved vector is written [all first halves of the pairs, all second halves]: queries and keys
+share the order, so every dot product is that of the pairwise order, and no interleaving copy is paid.
 Frequencies are computed from the config at every forward (a few numbers), not kept in a buffer: a model built on the
 meta device, cast or moved has nothing stale to carry.
 
@@ -53,7 +54,7 @@ class SwiGLU(nn.Module):
 
 def rope_frequencies(config: ModelConfig) -> list[float]:
     """The angle per position of each rotary pair, YaRN applied."""
-    dim, theta, yarn = config.qk_rope_head_dim, config.rope_theta, config.rope_scaling
+    dim, theta, yarn = config.rope_dim, config.rope_theta, config.rope_scaling
     plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     if yarn is None:
         return plain
@@ -85,3 +86,13 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """Rotate interleaved pairs of the last dimension of `x` [..., 2R]; cos and sin broadcast to [..., R]."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x.dtype)
+
+
+def apply_rope_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + R) of the first 2R of the last dimension of `x`; what is behind them stays.
+
+    cos and sin broadcast to [..., R]."""
+    pairs = cos.shape[-1]
+    first, second, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*(half.to(x.dtype) for half in turned), rest), dim=-1)

@@ -1,11 +1,12 @@
 """The policy: token ids go in, hidden states, logits and the experts used come out. Plain, on one device.
 
 Two forwards of the same function: `forward` over whole (packed) rows for training, `forward_cached` over new tokens
-with the latents of earlier ones in a cache, for sampling.
+with the latents (or keys and values) of earlier ones in a cache, for sampling.
 
     x = Emb(t);  x = Block_l(x) for every layer;  logits = Head(norm(x))
 
-Source: report §3 and App. B; rows M1 M2 M5 M6 M7. The head is not tied to the embedding.
+Source: report §3 and App. B; rows M1 M2 M3 M5 M6 M7 M10. One decoder for all families: the config chooses its parts
+when it is built, and no forward asks for a family's name.
 Choice: replayed routes, documents and positions are arguments of forward, and what was routed is part of its result:
 nothing is armed, hooked or remembered between calls (fault 25).
 Choice: attention core and grouped-GEMM backend are constructor arguments, the seams a scaled-out build replaces.
@@ -26,6 +27,7 @@ from torch import nn
 from composer2.model.attention import Attend, CacheView, document_mask, sdpa_attend, tree_mask
 from composer2.model.block import Block
 from composer2.model.config import ModelConfig
+from composer2.model.gqa import window_mask
 from composer2.model.layers import RMSNorm, rope_tables
 from composer2.model.moe import MoE
 from composer2.model.mtp import MTPModule, MTPOutput, same_document, shift_left
@@ -76,7 +78,7 @@ class CachedOutput:
 
 
 class Transformer(nn.Module):
-    """Decoder with latent attention and mixture-of-experts layers. Call `init_weights` (or load) before use."""
+    """Decoder with dense and mixture-of-experts layers. Call `init_weights` (or load) before use."""
 
     def __init__(self, config: ModelConfig, *, attend: Attend = sdpa_attend, grouped_backend: str = "auto") -> None:
         super().__init__()
@@ -84,7 +86,13 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         dense = config.first_k_dense_replace
         self.layers: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(config, is_moe=index >= dense, attend=attend, grouped_backend=grouped_backend)
+            Block(
+                config,
+                is_moe=index >= dense,
+                attend=attend,
+                grouped_backend=grouped_backend,
+                is_windowed=config.is_windowed(index),
+            )
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -93,6 +101,12 @@ class Transformer(nn.Module):
             MTPModule(config, attend=attend, grouped_backend=grouped_backend)
             for _ in range(config.num_nextn_predict_layers)
         )
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """With `tie_word_embeddings`, let head and embedding be one parameter (again, after tensors were assigned)."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
         self,
@@ -115,11 +129,11 @@ class Transformer(nn.Module):
         token_ids_BT = token_ids_BT.long()
         routes = None if routes_BTLK is None else check_routes(routes_BTLK, token_ids_BT, self.config)
         tau = 0.0 if replay is None else replay.tau
-        x_BTD, rope, mask = self._open(token_ids_BT, position_ids_BT, document_ids_BT, visible_until_BT)
+        x_BTD, rope, masks = self._open(token_ids_BT, position_ids_BT, document_ids_BT, visible_until_BT)
         selections: list[Selection] = []
         for layer in self.layers:
             layer_routes = None if routes is None else routes[:, :, min(len(selections), routes.shape[2] - 1)]
-            x_BTD, selection = layer(x_BTD, rope, mask, layer_routes, tau)
+            x_BTD, selection = layer(x_BTD, rope, masks[layer.is_windowed], layer_routes, tau)
             if selection is not None:
                 selections.append(selection)
         hidden_BTD = self.norm(x_BTD)
@@ -179,7 +193,7 @@ class Transformer(nn.Module):
         hidden = trunk_BTD
         if detach_trunk:
             hidden, embedding, head = hidden.detach(), embedding.detach(), head.detach()
-        rope, mask = self._geometry(token_ids_BT, position_ids_BT, document_ids_BT, trunk_BTD.dtype)
+        rope, (mask, _) = self._geometry(token_ids_BT, position_ids_BT, document_ids_BT, trunk_BTD.dtype)
         documents = torch.zeros_like(token_ids_BT) if document_ids_BT is None else document_ids_BT
         logits, loads = [], []
         for index, module in enumerate(self.mtp):
@@ -236,10 +250,10 @@ class Transformer(nn.Module):
         position_ids_BT: torch.Tensor | None,
         document_ids_BT: torch.Tensor | None,
         visible_until_BT: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]:
         x_BTD = self.embed_tokens(token_ids_BT)
-        rope, mask = self._geometry(token_ids_BT, position_ids_BT, document_ids_BT, x_BTD.dtype, visible_until_BT)
-        return x_BTD, rope, mask
+        rope, masks = self._geometry(token_ids_BT, position_ids_BT, document_ids_BT, x_BTD.dtype, visible_until_BT)
+        return x_BTD, rope, masks
 
     def _geometry(
         self,
@@ -248,8 +262,8 @@ class Transformer(nn.Module):
         document_ids_BT: torch.Tensor | None,
         dtype: torch.dtype,
         visible_until_BT: torch.Tensor | None = None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-        """Rotary tables and attention mask."""
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Rotary tables, and the attention masks of full and of windowed layers."""
         named = {"position_ids": position_ids_BT, "document_ids": document_ids_BT, "visible_until": visible_until_BT}
         for name, given in named.items():
             if given is not None and given.shape != token_ids_BT.shape:
@@ -263,7 +277,8 @@ class Transformer(nn.Module):
             mask = tree_mask(visible_until_BT)
         else:
             mask = None if document_ids_BT is None else document_mask(document_ids_BT)
-        return rope_tables(position_ids_BT, self.config, dtype), mask
+        masks = (mask, window_mask(mask, position_ids_BT, self.config))
+        return rope_tables(position_ids_BT, self.config, dtype), masks
 
     def _cache_view(
         self,

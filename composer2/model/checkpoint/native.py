@@ -10,11 +10,12 @@ renamed onto a full one, so the old one steps aside as `.NAME.previous` for a mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,21 +33,38 @@ MODEL_TYPE = "composer2"
 
 def save_model(directory: Path | str, model: Transformer) -> None:
     """Write the model's config and tensors. OSError when the disk refuses; an older checkpoint there is then whole."""
+    with whole_directory(directory) as temporary:
+        config = {"model_type": MODEL_TYPE, **to_json(model.config)}
+        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file({name: tensor.contiguous() for name, tensor in _stored(model).items()}, temporary / WEIGHTS_FILE)
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path | str) -> Iterator[Path]:
+    """A hidden folder to fill; when the block ends well it takes the place of `directory`, else it is gone.
+
+    OSError when the disk refuses or safetensors fails to write; what was there before is then whole."""
     directory = Path(directory).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.saving-", dir=directory.parent))
     try:
         temporary.chmod(0o755)  # mkdtemp makes a private folder
-        config = {"model_type": MODEL_TYPE, **to_json(model.config)}
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / WEIGHTS_FILE)
-        for path in (temporary / CONFIG_FILE, temporary / WEIGHTS_FILE, temporary):
+        yield temporary
+        for path in (*sorted(temporary.iterdir()), temporary):
             _flush(path)
         _replace(temporary, directory)
     except (OSError, SafetensorError) as error:
         raise OSError(f"could not save the model to {directory}: {error}; what was there before is whole") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _stored(model: Transformer) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint: a tied head is the embedding, and stored once."""
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
 
 
 def load_config(directory: Path | str) -> ModelConfig:
@@ -67,7 +85,7 @@ def load_model(directory: Path | str, *, device: torch.device | str = "cpu") -> 
     path = _existing(Path(directory)) / WEIGHTS_FILE
     with torch.device("meta"):
         model = Transformer(config)
-    expected = model.state_dict()
+    expected = _stored(model)
     tensors: dict[str, torch.Tensor] = {}
     name = "its header"
     try:
@@ -78,7 +96,10 @@ def load_model(directory: Path | str, *, device: torch.device | str = "cpu") -> 
                 tensors[name] = file.get_tensor(name).clone()
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, reading {name}: {error}") from error
+    if config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True)
+    model.tie_weights()
     return model
 
 
