@@ -135,7 +135,7 @@ def tiny() -> RunConfig:
             share_runs=True,
         ),
         engine=EngineConfig(num_slots=160, max_len=416),
-        rl=RLConfig(num_steps=160, eval_every=0, reward=tiny_reward()),
+        rl=RLConfig(num_steps=220, final_lr_frac=0.1, eval_every=0, reward=tiny_reward()),
     )
 
 
@@ -187,14 +187,14 @@ def tiny_smoke() -> RunConfig:
 
 
 def tiny_long() -> RunConfig:
-    """About an hour on two CPU cores: fine-tuning to the end of its schedule, twice the RL steps."""
+    """About an hour on two CPU cores: four times the fine-tuning, nearly to the end of its schedule, and more RL."""
     base = tiny()
     return replace(
         base,
         preset="tiny-long",
         cpt=replace(base.cpt, phase1_steps=300),
-        sft=replace(base.sft, num_steps=2000, schedule_steps=2400),
-        rl=replace(base.rl, num_steps=400, eval_every=100),
+        sft=replace(base.sft, num_steps=4000, schedule_steps=4400),
+        rl=replace(base.rl, num_steps=300, eval_every=0),
     )
 
 
