@@ -225,7 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", nargs="+", default=list(ARCHES), choices=ARCHES, help="architectures to compile for")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
-    result = report(all_kernels(), options.arch)
+    try:
+        result = report(all_kernels(), options.arch)
+    except BackendUnavailable as error:
+        parser.error(str(error))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     sys.stdout.write(table(result) + "\n")
