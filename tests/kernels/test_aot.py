@@ -98,15 +98,12 @@ def test_a_plain_division_in_the_source_breaks_the_rule(tmp_path: Path, arch: st
     assert "approximate divisions" in result["broken_rules"][0]
 
 
-def test_fused_multiply_add_breaks_the_rule(tmp_path: Path) -> None:
-    after = "    small = (v * 3.0 + magic)"
-    module = changed_module(tmp_path, "    small = (v + magic)", after)
-    monkey = {**triton_quant.LAUNCH, "enable_fp_fusion": True}
+def test_a_fused_multiply_add_breaks_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = changed_module(tmp_path, "small = (v + magic)", "small = (v * 3.0 + magic)")
     kernel = next(kernel for kernel in aot.all_kernels(quant=module) if kernel.name == "mxfp8_rows_bf16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_quant, "LAUNCH", monkey)
-        result = aot.report([kernel], ["100a"])
-    assert "fused multiply-adds" in result["broken_rules"][0]
+    assert aot.report([kernel], ["100a"])["broken_rules"] == []
+    monkeypatch.setitem(triton_quant.LAUNCH, "enable_fp_fusion", True)
+    assert "fused multiply-adds" in aot.report([kernel], ["100a"])["broken_rules"][0]
 
 
 def test_a_broken_rule_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +152,8 @@ def test_each_rule_alone(name: str, arch: str, figures: dict[str, Any], sentence
         ("rcp.approx.ftz.f32 %f1, %f2;", (0, 1, 0)),
         ("div.s32 %r1, %r2, %r3;", (0, 0, 0)),
         ("fma.rn.f32 %f1, %f2, %f3, %f4;", (0, 0, 1)),
+        ("fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4;", (0, 0, 1)),
+        ("mul.rn.f32 %f1, %f2, %f3;", (0, 0, 0)),
         ("mul.ftz.f32 %f1, %f2, %f3;", (0, 0, 1)),
         ("mad.lo.s32 %r1, %r2, %r3, %r4;", (0, 0, 0)),
     ],
