@@ -16,6 +16,7 @@ LINEAR = PackCost(linear=1.0, quadratic=0.0)
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 6), st.integers(50, 120))
 def test_every_sequence_once_under_the_cap_in_equal_counts(lengths, num_ranks, max_tokens):
     plan = plan_ranks(lengths, num_ranks=num_ranks, max_tokens=max_tokens)

@@ -63,6 +63,7 @@ def test_stats_leave_failures_of_the_machinery_out_and_keep_failed_rollouts(buil
     assert family_stats(groups) == {"a": FamilyStats(num_rollouts=3, mean_turns=4.0, mean_thinking_tokens=20.0)}
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), st.integers(0, 99))
 def test_probes_and_training_tasks_are_disjoint(counts, seed):
     tasks = tasks_of(**counts)
@@ -72,6 +73,7 @@ def test_probes_and_training_tasks_are_disjoint(counts, seed):
         assert sum(task.family == family for task in probes) == min(2, count)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), st.floats(0, 5), st.integers(0, 99))
 def test_everything_is_drawn_once_whatever_the_weights(counts, strength, seed):
     tasks = tasks_of(**counts)
@@ -120,7 +122,7 @@ def test_going_on_after_a_new_measurement_repeats_nothing():
     assert len({task.task_id for task in (*first, *second)}) == 30
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000))
 def test_the_same_seed_gives_the_same_order(seed):
     tasks, stats = tasks_of(a=5, b=5), stats_of(a=1, b=2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer2.env.template import TinyTemplate
@@ -48,6 +48,7 @@ def test_composite_reward_by_hand():
     np.testing.assert_allclose(found, [0.5, -1.0, 0.2 * 0.25 + 1.0])
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_speed_falls_and_is_bounded(one, other):
     low, high = sorted((one, other))
@@ -131,6 +132,7 @@ def test_reward_to_go_has_less_variance_than_the_whole_return():
     assert second_moment(True) < second_moment(False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=6), st.sampled_from(["others", "group"]))
 def test_without_step_rewards_every_step_gets_what_the_report_gives(rewards, baseline):
     per_step = [np.array([0.0, 0.0, reward]) for reward in rewards]

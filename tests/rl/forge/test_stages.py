@@ -5,13 +5,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer2.rl.forge.stages import DomainShare, Stage, apportion, draw_stages, example_stages
 from composer2.types import Task
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.integers(0, 120))
 def test_every_prefix_has_its_shares_to_within_one(weights, count):
     shares = [Fraction(weight, sum(weights)) for weight in weights]
@@ -78,6 +79,7 @@ def test_example_has_the_stated_ratios_contexts_and_difficulties_in_every_stage_
             assert later[domain].ratio < earlier[domain].ratio
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000))
 def test_stage_sizes_add_up(num_prompts):
     assert sum(stage.num_prompts for stage in example_stages(num_prompts, 1024)) == num_prompts
