@@ -1,18 +1,23 @@
 """Do the tests see the faults they are for? `python tests/mutations.py` breaks one line at a time in a copy of the tree
 and asserts that the named test then fails.
 
-In: the table below. Out: exit status 0 when every mutant is caught, else 1 with the survivors on stderr.
+In: the table below, or the part of it whose file or test contains the argument. Out: exit status 0 when every mutant is
+caught, else 1 with the survivors on stderr.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import hypothesis  # noqa: F401
+import numpy  # noqa: F401
+import pytest
+import torch.distributed  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +33,8 @@ class Mutation:
 
 
 RL = "composer2/rl"
-FAULTS = "tests/faults"
+FAULTS, TO_GO = "tests/faults", "tests/rl/forge/test_reward_to_go.py"
+VARIANTS, BALANCE = "tests/rl/test_variants.py", "tests/rl/test_balance.py"
 MUTATIONS = [
     # Normaliser: by tokens of the micro-batch; by rows; summed instead of divided by the planned rollouts.
     Mutation(
@@ -86,10 +92,7 @@ MUTATIONS = [
     ),
     # Baseline: no mean; the dead counted; the masked counted; the std of GRPO by default; rounding in equal groups.
     Mutation(
-        f"{RL}/advantage.py",
-        "centred = counted - counted.mean()",
-        "centred = counted",
-        "tests/rl/test_advantage.py",
+        f"{RL}/advantage.py", "centred = counted - counted.mean()", "centred = counted", "tests/rl/test_advantage.py"
     ),
     Mutation(
         f"{RL}/advantage.py",
@@ -187,6 +190,117 @@ MUTATIONS = [
         "if routes_TLK.shape[1:] != expected[1:]:",
         f"{FAULTS}/test_fault_32_routes_one_token_short.py",
     ),
+    # Comparisons: length norm of the last window; RLOO's factor; GSPO's mean; CISPO's clip; both normalisers.
+    Mutation(
+        f"{RL}/advantage.py",
+        "divisor = sum(int(segment.sampled.sum()) for segment in rollout.segments)",
+        "divisor = int(rollout.segments[-1].sampled.sum())",
+        VARIANTS,
+    ),
+    Mutation(
+        f"{RL}/advantage.py",
+        "centred = centred * (len(counted) / (len(counted) - 1))",
+        "centred = centred * 1.0",
+        VARIANTS,
+    ),
+    Mutation(f"{RL}/loss.py", "(sums_S / counts_S)[index_N]", "sums_S[index_N]", VARIANTS),
+    Mutation(f"{RL}/loss.py", '"tis" else 1 + config.eps_high', '"tis" else 1 + config.eps_low', VARIANTS),
+    Mutation(f"{RL}/loss.py", "return float(max(num_tokens, 1))", "return float(num_rollouts_planned)", VARIANTS),
+    Mutation(
+        f"{RL}/variants.py", 'eps_low=0.2, eps_high=0.28, normaliser="tokens"', "eps_low=0.2, eps_high=0.28", VARIANTS
+    ),
+    # Steps: own reward only; the own return in the baseline of the others; lost rollouts counted.
+    Mutation(
+        f"{RL}/forge/reward_to_go.py",
+        "reward_to_go(rewards_S) - baseline",
+        "rewards_S - baseline",
+        "tests/rl/forge/test_reward_to_go.py",
+    ),
+    Mutation(
+        f"{RL}/forge/reward_to_go.py",
+        "return (returns_G.sum() - returns_G) / (len(returns_G) - 1)",
+        "return np.full_like(returns_G, returns_G.mean())",
+        "tests/rl/forge/test_reward_to_go.py",
+    ),
+    Mutation(
+        f"{RL}/forge/reward_to_go.py",
+        "if counts_in_group(rollout)]",
+        "if rollout.segments]",
+        "tests/rl/forge/test_reward_to_go.py",
+    ),
+    # Replay gather: gates of the own experts; the recording ignored; the filter turned round; predictors one off.
+    Mutation(
+        "composer2/model/moe.py",
+        "weights_TK = scores_TE.gather(1, selection.expert_ids_TK)",
+        "weights_TK = scores_TE.gather(1, own_TK)",
+        f"{FAULTS}/test_fault_29_replayed_expert_without_weight.py",
+    ),
+    Mutation(
+        "composer2/model/moe.py",
+        "weights_TK = scores_TE.gather(1, selection.expert_ids_TK)",
+        "weights_TK = scores_TE.masked_fill(\n"
+        "            ~torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, own_TK, True), 0.0\n"
+        "        ).gather(1, selection.expert_ids_TK)",
+        f"{FAULTS}/test_fault_29_replayed_expert_without_weight.py",
+    ),
+    Mutation(
+        "composer2/model/router_replay.py",
+        "recorded = torch.where(routes_TK < 0, own_TK, routes_TK)",
+        "recorded = own_TK",
+        f"{FAULTS}/test_fault_25_replay_on_dead_routers.py",
+    ),
+    Mutation(
+        "composer2/model/router_replay.py",
+        "(scores_TE.gather(1, recorded) < tau * floor_T1)",
+        "(scores_TE.gather(1, recorded) > tau * floor_T1)",
+        "tests/model/test_router_replay.py",
+    ),
+    Mutation(
+        f"{RL}/train.py",
+        "hidden_ND = out.hidden_BTD[:, :-1][batch.loss_mask[:, 1:]]",
+        "hidden_ND = out.hidden_BTD[:, 1:][batch.loss_mask[:, 1:]]",
+        f"{FAULTS}/test_fault_57_tree_drifts_from_flat.py",
+    ),
+    # Balance: unlike counts of micro-batches; ranks by length; a dummy row that is trained; caps ignored.
+    Mutation(
+        f"{RL}/balance.py",
+        "            for members, bins in zip(ranks, tight, strict=True)\n",
+        "            for members, bins in zip(ranks, tight, strict=True)\n"
+        "            for num_micro_batches in [max(1, len(bins))]\n",
+        f"{FAULTS}/test_fault_49_ranks_of_unequal_counts.py",
+    ),
+    Mutation(
+        f"{RL}/balance.py",
+        "heapq.heapreplace(heap, (total + float(costs_N[index]), rank))",
+        "heapq.heapreplace(heap, (total + 1.0, rank))",
+        BALANCE,
+    ),
+    Mutation(f"{RL}/balance.py", "loss_mask=np.zeros(1, dtype=bool),", "loss_mask=np.ones(1, dtype=bool),", BALANCE),
+    Mutation(
+        f"{RL}/balance.py",
+        "(total + float(costs_N[index]), number, free - length)",
+        "(total + float(costs_N[index]), number, free)",
+        BALANCE,
+    ),
+    # What is drawn: a task twice; harder families less often; ratios left to chance.
+    Mutation(
+        f"{RL}/curriculum.py",
+        "order.append(tasks[left[families[family]].pop()])",
+        "order.append(tasks[left[families[family]][-1]])",
+        "tests/rl/test_curriculum.py",
+    ),
+    Mutation(
+        f"{RL}/curriculum.py",
+        "(effort_F**strength).tolist()",
+        "(effort_F**-strength).tolist()",
+        "tests/rl/test_curriculum.py",
+    ),
+    Mutation(
+        f"{RL}/forge/stages.py",
+        "chosen = int(deadline_K.argmin())",
+        "chosen = int(due_K.argmax())",
+        "tests/rl/forge/test_stages.py",
+    ),
     # Length penalty and reward.
     Mutation(
         f"{RL}/length_penalty.py",
@@ -202,10 +316,7 @@ MUTATIONS = [
     ),
     # Life cycle: a task accepted twice; staleness unbounded; ready groups dropped by a restart; late events believed.
     Mutation(
-        f"{RL}/system/reconciler.py",
-        "if task_id in self._offered:",
-        "if False:",
-        "tests/rl/system/test_reconciler.py",
+        f"{RL}/system/reconciler.py", "if task_id in self._offered:", "if False:", "tests/rl/system/test_reconciler.py"
     ),
     Mutation(
         f"{RL}/system/reconciler.py",
@@ -242,15 +353,30 @@ def survives(mutation: Mutation, tree: Path) -> str:
 
 
 def run(test: str, tree: Path) -> int:
-    """Exit status of pytest on one file of the copied tree: 0 passed, 1 failed, above 1 could not run."""
-    # The first entry of the path decides which composer2 is imported: the copy, not an installed one.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False).returncode
+    """Exit status of pytest on one file of the copied tree, in a fork that has torch already: 0 passed, 1 failed."""
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            os.chdir(tree)
+            # The first entry of the path decides which composer2 is imported: the copy, not an installed one.
+            sys.path.insert(0, str(tree))
+            os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+            sys.dont_write_bytecode = True
+            # The profile has no deadlines and no randomness: a slow machine must not make a mutant look caught.
+            status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=ci", test]))
+            if not sys.modules["composer2"].__path__[0].startswith(str(tree)):
+                status = 70
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main() -> int:
-    """Copy the tree, see that the tests pass there, then try every mutation."""
+def main(part: str) -> int:
+    """Copy the tree, see that the tests pass there, then try every mutation of the part (all when empty)."""
+    mutations = [mutation for mutation in MUTATIONS if part in mutation.file or part in mutation.test]
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -258,17 +384,17 @@ def main() -> int:
         for name in ("composer2", "tests"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
         shutil.copy(ROOT / "pyproject.toml", tree)
-        for test in sorted({mutation.test for mutation in MUTATIONS}):
+        for test in sorted({mutation.test for mutation in mutations}):
             if run(test, tree) != 0:
                 survivors.append(f"{test}: does not pass before any mutation")
-        for mutation in MUTATIONS:
+        for mutation in mutations:
             problem = survives(mutation, tree)
             if problem:
                 survivors.append(f"{mutation.file}: {mutation.mutated!r}: {mutation.test}: {problem}")
     sys.stderr.write("".join(f"{line}\n" for line in survivors))
-    sys.stderr.write(f"{len(MUTATIONS)} mutations, {len(survivors)} problems\n")
+    sys.stderr.write(f"{len(mutations)} mutations, {len(survivors)} problems\n")
     return 1 if survivors else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
