@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer2.kernels import grouped, mxfp8, nvfp4, triton_gemm
@@ -345,6 +345,7 @@ def test_every_mxfp8_code_and_extreme_scales_are_decoded(interpret: Interpret) -
     torch.testing.assert_close(out[:, :1], decode_e8m0(scales), rtol=0.0, atol=0.0, equal_nan=True)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(0, 50), st.sampled_from([16, 32, 128]))
 def test_row_tiles_cover_every_row_once(counts: list[int], tail: int, block: int) -> None:
     offsets = torch.tensor(counts, dtype=torch.int32).cumsum(0).int()
@@ -354,6 +355,36 @@ def test_row_tiles_cover_every_row_once(counts: list[int], tail: int, block: int
     for group, first, end in triton_gemm.row_tiles(offsets, num_rows, block).tolist():
         covered += [(row, group) for row in range(first, min(first + block, end))]
     assert covered == list(enumerate(owner))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", INPUTS)
+def test_bytes_of_a_gpu_equal_the_reference(name: str) -> None:
+    x = INPUTS[name]()
+    ours = nvfp4.quantize_nvfp4(x.cuda(), backend="triton")
+    assert_same_bytes(NVFP4(*(t.cpu() for t in ours)), nvfp4.quantize_nvfp4(x, backend="reference"))
+    tokens = x.flatten(0, -2)
+    ends = (torch.tensor([0.1, 0.1, 0.7, 0.9]) * len(tokens)).int()
+    along = mxfp8.quantize_mxfp8(tokens.cuda(), axis=0, offsets=ends.cuda(), backend="triton")
+    expected = mxfp8.quantize_mxfp8(tokens, axis=0, offsets=ends, backend="reference")
+    assert_same_bytes(MXFP8(*(t.cpu() for t in along)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_a_gpu(case: str) -> None:
+    rows, matrices, _, offsets = operands(case)
+    a = nvfp4.quantize_nvfp4(rows.cuda(), backend="triton")
+    b = nvfp4.quantize_nvfp4(matrices.cuda(), outer="matrix", backend="triton")
+    oracle = float64_product(nvfp4.dequantize_nvfp4(a).cpu(), nvfp4.dequantize_nvfp4(b).cpu(), offsets)
+    out = grouped.grouped_mm_nvfp4(a, b, offsets.cuda(), torch.float32, backend="triton")
+    assert_close(out.cpu(), oracle, rows.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
