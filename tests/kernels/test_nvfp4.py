@@ -153,6 +153,8 @@ def test_extremes_are_exact(exact):
     assert t.outer[1].item() > 0
     mixed = torch.cat([x[:1], x[1:]], dim=1)
     assert codes_and_scales(quantize_nvfp4(mixed)) == exact.nvfp4(mixed)
+    flushed = torch.cat([x[:1], torch.full((1, 16), largest * 2.0**-21).bfloat16()], dim=1)
+    assert codes_and_scales(quantize_nvfp4(flushed)) == exact.nvfp4(flushed)
     top = torch.full((1, 16), torch.finfo(torch.float32).max)
     assert codes_and_scales(quantize_nvfp4(top)) == exact.nvfp4(top)
 
