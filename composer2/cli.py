@@ -6,6 +6,7 @@
     composer2 solve DIR "what is wrong" --model RUN [--apply]
     composer2 report RUN                           write the report again
     composer2 inspect run RUN [N]                  read a run, its rollouts turn by turn
+    composer2 inspect model NAME|DIR               count a published model, or one in a folder
 
 Source: rows X1 X2 X4 X5.
 """
@@ -178,8 +179,10 @@ def _report(argv: Sequence[str]) -> int:
 
 
 def _inspect(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "model":
+        return _inspect_model(argv[1:])
     if not argv or argv[0] != "run":
-        fail("inspect takes `run RUN_DIR`")
+        fail("inspect takes `run RUN_DIR` or `model NAME|DIR`")
     parser = _parser("inspect run", "Shows a run, its list of rollouts, or one rollout turn by turn.")
     parser.add_argument("run", type=Path)
     parser.add_argument("rollout", nargs="?", type=int, help="number of a rollout")
@@ -188,6 +191,18 @@ def _inspect(argv: Sequence[str]) -> int:
     from composer2.inspect_run import inspect_run
 
     renderable, data = inspect_run(options.run, rollout=options.rollout, show_list=options.list)
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.show(renderable, data)
+    return 0
+
+
+def _inspect_model(argv: Sequence[str]) -> int:
+    parser = _parser("inspect model", "Counts the parameters of a model, all and active, and what it caches a token.")
+    parser.add_argument("model", help="a published name, e.g. kimi-k2.5, or a folder with a model")
+    options = parser.parse_args(argv)
+    from composer2.inspect_model import inspect_model
+
+    renderable, data = inspect_model(options.model)
     with Console(_mode(options.quiet, options.json)) as console:
         console.show(renderable, data)
     return 0
