@@ -47,7 +47,7 @@ def test_te_order_is_transformer_engine_bit_for_bit(exact, name, outer):
 @pytest.mark.parametrize("name", DATA)
 def test_divide_outer_order_is_modelopt_bit_for_bit(exact, name):
     quantizer = exact.library("modelopt.torch.quantization.qtensor").NVFP4QTensor
-    x = nonzero(exact.inputs(name, 128, 512))
+    x = nonzero(exact.inputs(name, 128, 512, seed=4))  # (block_amax / 6) / outer would show here, not with every seed
     for rows, outer in ((x, "tensor"), (x[:1], "token"), (x[7:8], "token"), (x.float() * 1.0001, "tensor")):
         packed, scales, scale_2 = quantizer.quantize(rows, 16)
         ours = quantize_nvfp4(rows, outer=outer, order="divide_outer")
