@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer2.kernels import formats
@@ -124,6 +124,7 @@ def test_floor_is_the_exponent_minus_eight():
         encode_e8m0(amax, "ceil")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=40).map(lambda codes: codes + codes))
 def test_nibbles_pack_low_first_and_unpack(codes):
     wide = torch.tensor(codes, dtype=torch.uint8)
@@ -140,6 +141,7 @@ def test_pack_refuses_odd_widths_and_other_dtypes():
         pack_nibbles(torch.zeros(4))
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 300), columns=st.integers(1, 19))
 def test_swizzle_places_every_scale_by_the_formula_and_comes_back(rows, columns):
     scales = torch.arange(rows * columns).remainder(251).to(torch.uint8).view(rows, columns)
@@ -176,6 +178,7 @@ def test_offsets_that_do_not_fit_are_named():
         check_offsets(torch.tensor([2, 6]), 6)
 
 
+@settings(deadline=None)
 @given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=5), tail=st.integers(0, 5))
 def test_rows_are_padded_per_expert(counts, tail):
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
