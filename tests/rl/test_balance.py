@@ -69,6 +69,16 @@ def test_a_rank_with_one_long_sequence_runs_dummy_rows():
     }
 
 
+def test_the_cap_goes_before_even_costs_by_hand():
+    """Squares, cap 10. The light micro-batch is full when the 1 comes, so it goes to the costly one; in the second case
+    spreading leaves no place for the last 3, and the tight filling {6, 4}, {4, 3, 3} is used."""
+    square = PackCost(linear=0, quadratic=1)
+    plan = plan_ranks([9, 2, 2, 2, 2, 2, 1], num_ranks=1, max_tokens=10, cost=square)
+    assert plan.micro_batches == (((0, 6), (1, 2, 3, 4, 5)),)
+    plan = plan_ranks([6, 4, 4, 3, 3], num_ranks=1, max_tokens=10, cost=square)
+    assert plan.micro_batches == (((0, 1), (2, 3, 4)),)
+
+
 @pytest.mark.parametrize("num_ranks", [8, 64, 256])
 def test_within_two_percent_of_the_bound_on_log_normal_lengths(num_ranks):
     rng = np.random.default_rng(num_ranks)
