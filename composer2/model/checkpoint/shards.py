@@ -67,11 +67,12 @@ def read_entries(directory: Path | str) -> dict[str, Entry]:
             by_file.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged ({error!r}), accepted is an object with weight_map") from error
+    for file, names in by_file.items():
+        if Path(file).name != file or not (directory / file).is_file():
+            raise ValueError(f"{index} puts tensor {names[0]} into {file}, which is no file of {directory}")
     entries: dict[str, Entry] = {}
     for file, names in sorted(by_file.items()):
         path = directory / file
-        if Path(file).name != file or not path.is_file():
-            raise ValueError(f"{index} puts tensor {names[0]} into {file}, which is no file of {directory}")
         header = read_header(path)
         for name in names:
             if name not in header:
