@@ -250,8 +250,8 @@ def _rl_sections(run: RunFiles, records: Sequence[Record]) -> list[str]:
                 (draw.styled(draw.mismatch_bars, run.summary), "Same rollouts and weights, three settings."),
                 (rl(gaps, "|Δ log-prob| (nats)", log=True), "On every training step, replay on; staleness included."),
                 (
-                    rl({"replaced_expert_frac": ""}, "share of expert choices"),
-                    "Choices where replay overrode the trainer.",
+                    rl({"replaced_expert_frac": ""}, "share of recorded experts"),
+                    "Recorded experts that the plausibility filter replaced.",
                 ),
             ),
         ),

@@ -66,7 +66,7 @@ def measure_mismatch(model: Transformer, groups: Sequence[Group], config: RLConf
                 np.concatenate(own_routes), np.concatenate(recorded)
             )
         if name == "filter":
-            figures["replaced_expert_frac_filter"] = replaced / max(replayed, 1.0)
+            figures["replaced_expert_frac_filter"] = replaced / max(replayed * model.config.num_experts_per_tok, 1.0)
     return figures
 
 

@@ -202,7 +202,8 @@ def update(
     metrics = mean_metrics(sums)
     metrics |= {f"mismatch_p{int(q * 100)}": float(np.quantile(gap_N, q)) for q in (0.5, 0.99)}
     metrics |= {"mismatch_max": float(gap_N.max()), "grad_norm": float(norm)}
-    metrics["replaced_expert_frac"] = routing["replaced"] / max(routing["replayed"], 1.0)
+    recorded = routing["replayed"] * model.config.num_experts_per_tok
+    metrics["replaced_expert_frac"] = routing["replaced"] / max(recorded, 1.0)
     metrics["num_samples"] = float(len(samples))
     trees = [tree for _, tree in batches if tree is not None]
     if trees:

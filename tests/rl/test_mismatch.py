@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from composer2.rl.mismatch import measure_acceptance, measure_mismatch, packed_rollouts
-from composer2.rl.train import RLConfig
+from composer2.rl.train import RLConfig, trained_logprobs
 from composer2.types import Group
 
 CONFIG = RLConfig(row_length=32, rows_per_batch=4)
@@ -57,6 +57,13 @@ def test_the_filter_drops_implausible_experts(sampled):
     figures = measure_mismatch(model, wrong, replace(CONFIG, replay_tau=0.99))
     assert figures["replaced_expert_frac_filter"] > 0
     assert figures["mismatch_mean_replay_filter"] < figures["mismatch_mean_replay_on"]
+    dropped = recorded = 0
+    for batch in packed_rollouts(wrong, CONFIG):
+        used = trained_logprobs(model, batch, replace(CONFIG, replay_tau=0.99))[2].expert_ids_BTLK.long()
+        given = batch.routes >= 0
+        dropped += int((given & (batch.routes[..., None] != used[..., None, :]).all(-1)).sum())
+        recorded += int(given.sum())
+    assert figures["replaced_expert_frac_filter"] == pytest.approx(dropped / recorded)
 
 
 def test_other_weights_are_seen(policy, sampled):

@@ -139,6 +139,25 @@ def test_replay_uses_the_recorded_routes(policy):
     assert right["mismatch_max"] < 1e-4
 
 
+def test_the_replaced_fraction_is_of_recorded_experts(policy):
+    model = policy.model()
+    samples = samples_of(mixed_groups(policy, model))
+    swapped = [
+        replace(sample, routes=np.where(sample.routes < 0, sample.routes, 3 - sample.routes)) for sample in samples
+    ]
+    config = replace(CONFIG, replay_tau=0.99, row_length=64, rows_per_batch=8, merge_prefixes=False)
+    dropped = recorded = 0
+    for batch in map(to_tensors, pack(swapped, row_length=64, rows_per_batch=8)):
+        used = trained_logprobs(model, batch, config)[2].expert_ids_BTLK.long()
+        given = batch.routes >= 0
+        kept = (batch.routes[..., None] == used[..., None, :]).any(-1)
+        dropped += int((given & ~kept).sum())
+        recorded += int(given.sum())
+    assert 0 < dropped < recorded
+    metrics = update(model, make_optimizer(model, config), swapped, config, 0)
+    assert metrics["replaced_expert_frac"] == pytest.approx(dropped / recorded)
+
+
 def test_equal_rewards_move_nothing(policy):
     model = policy.model()
     groups = [policy.group(policy.engine(model), "t", 4)]
