@@ -139,6 +139,8 @@ class SamplingParams:
     max_tokens: int = 64
     stop_ids: tuple[int, ...] = ()
     """Token ids that end a generation; the stop token is part of the output and is trained."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Stop strings as token ids: a generation ends when its last sampled tokens are one of them, which stays in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,9 @@ class Generation:
     token was never fed to the model, so its row is -1."""
     finish_reason: str
     """`stop`, `length` (max_tokens or context full) or `cancelled`."""
+    truncated_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """float32 [N], under the distribution that top-k and top-p leave (temperature 0: a point, 0); empty when the
+    sampler does not tell."""
 
 
 class Sampler(Protocol):

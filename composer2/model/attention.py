@@ -9,7 +9,8 @@ Source: report §3; DeepSeek-V2/V3 papers; rows M1 M2 M4. Latent norms use epsil
 the published code. The YaRN constant `mscale_all_dim` multiplies the softmax scale.
 Choice: values are padded to the query width for the attention call, because fused kernels want equal widths.
 
-Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache slots, H heads, D model, C cache width.
+Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache rows (slots or pages), H heads, D model, C
+cache width.
 """
 
 from __future__ import annotations
@@ -35,15 +36,71 @@ class CacheView:
     """Where one cached forward reads and writes, worked out once for all layers."""
 
     slots: torch.Tensor | slice
-    """Cache rows of the batch, int64 [B] or a slice of length B."""
+    """Cache rows of the batch, int64 [B] or a slice of length B; or, int64 [B, X], each sequence's table of rows."""
     context_len: int
     """Cache positions looked at: [0, context_len)."""
     write_index: torch.Tensor
-    """int64 [W]: slot * M + position of every token that is written."""
+    """int64 [W]: row * M + offset of every token that is written."""
     write_mask_BS: torch.Tensor | None
     """Tokens that are written; None when all are."""
     bias_BSM: torch.Tensor
     """0 where a token may look, -inf elsewhere."""
+
+    def write(self, cache_NMC: torch.Tensor, entries_BSC: torch.Tensor) -> None:
+        """Put the new tokens' entries into the cache."""
+        fresh = entries_BSC.flatten(0, 1) if self.write_mask_BS is None else entries_BSC[self.write_mask_BS]
+        cache_NMC.view(-1, cache_NMC.shape[-1]).index_copy_(0, self.write_index, fresh.to(cache_NMC.dtype))
+
+    def read(self, cache_NMC: torch.Tensor) -> torch.Tensor:
+        """[B, context_len, C]: what each sequence has in the cache."""
+        if isinstance(self.slots, torch.Tensor) and self.slots.ndim == 2:
+            pages = self.slots[:, : -(-self.context_len // cache_NMC.shape[1])]
+            return cache_NMC[pages].flatten(1, 2)[:, : self.context_len]
+        return cache_NMC[self.slots, : self.context_len]
+
+
+def cache_view(
+    position_ids_BS: torch.Tensor,
+    cache_NMC: torch.Tensor,
+    slots: torch.Tensor | slice,
+    context_len: int,
+    dtype: torch.dtype,
+) -> CacheView:
+    """The view of a batch whose token positions are given (-1: padding), onto caches shaped like `cache_NMC`.
+
+    `slots` as in `CacheView`; `dtype` is that of the bias. ValueError for positions that the cache does not have.
+    """
+    num_slots, row_len = cache_NMC.shape[:2]
+    if isinstance(slots, slice):
+        table = torch.arange(num_slots, device=cache_NMC.device)[slots, None]
+    else:
+        slots = slots.long()
+        table = slots if slots.ndim == 2 else slots[:, None]
+    max_len = row_len * table.shape[1]
+    positions = position_ids_BS.long()
+    low, high = (int(bound) for bound in positions.aminmax())
+    if high >= min(context_len, max_len) or context_len > max_len or low < -1:
+        raise ValueError(
+            f"position_ids are {low} .. {high}, accepted is -1 .. context_len - 1; context_len is {context_len}, "
+            f"accepted is at most the cache length {max_len}"
+        )
+    if len(table) != len(positions):
+        raise ValueError(f"slot_ids hold {len(table)} slots, accepted is one per row: {len(positions)}")
+    if table.shape[1] == 1:
+        index_BS = table * row_len + positions
+    else:
+        index_BS = table.gather(1, positions.clamp_min(0) // row_len) * row_len + positions % row_len
+    write_mask = positions >= 0 if low < 0 else None
+    columns = torch.arange(context_len, device=positions.device)
+    hidden = columns > positions.clamp_min(0)[..., None]
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return CacheView(
+        slots=slots,
+        context_len=context_len,
+        write_index=index_BS.flatten() if write_mask is None else index_BS[write_mask],
+        write_mask_BS=write_mask,
+        bias_BSM=bias.masked_fill_(hidden, float("-inf")),
+    )
 
 
 def document_mask(document_ids_BT: torch.Tensor) -> torch.Tensor:
@@ -135,9 +192,8 @@ class LatentAttention(nn.Module):
         H, R = self.num_heads, self.rank
         latent, k_rope = self._latent(x_BSD, rope)
         entry_BSC = torch.cat((latent, k_rope), dim=-1)
-        fresh = entry_BSC.flatten(0, 1) if view.write_mask_BS is None else entry_BSC[view.write_mask_BS]
-        cache_NMC.view(-1, R + self.rope).index_copy_(0, view.write_index, fresh.to(cache_NMC.dtype))
-        keys_BMC = cache_NMC[view.slots, : view.context_len].to(x_BSD.dtype)
+        view.write(cache_NMC, entry_BSC)
+        keys_BMC = view.read(cache_NMC).to(x_BSD.dtype)
 
         q_nope, q_rope = self._query(x_BSD, rope)
         up_key, up_value = self.kv_b_proj.weight.view(H, -1, R).split((self.nope, self.value_dim), dim=1)

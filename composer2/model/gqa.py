@@ -79,9 +79,8 @@ class GroupedQueryAttention(nn.Module):
         B, S, _ = x_BSD.shape
         query_BSHd, key_BSGd, value_BSGd = self._project(x_BSD, rope)
         entry_BSC = torch.cat((key_BSGd.flatten(2), value_BSGd.flatten(2)), dim=-1)
-        fresh = entry_BSC.flatten(0, 1) if view.write_mask_BS is None else entry_BSC[view.write_mask_BS]
-        cache_NMC.view(-1, cache_NMC.shape[-1]).index_copy_(0, view.write_index, fresh.to(cache_NMC.dtype))
-        cached = cache_NMC[view.slots, : view.context_len].to(x_BSD.dtype)
+        view.write(cache_NMC, entry_BSC)
+        cached = view.read(cache_NMC).to(x_BSD.dtype)
         key, value = (
             part.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2) for part in cached.chunk(2, dim=-1)
         )  # [B, G, M, d]

@@ -10,7 +10,8 @@ Choice: the trunk output taken is the one before the final norm, since the modul
 Choice: a prediction counts when the token it predicts lies in the same document; others carry no loss.
 Choice: `detach_trunk` cuts the gradient of everything shared: trunk output, embedding and head.
 
-Shape letters: B batch, T tokens, D model, V vocab, N modules, E experts.
+Shape letters: B batch, T tokens, S new tokens, D model, V vocab, N modules (of a cache: rows), E experts, M cache
+positions, C cache width.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer2.model.attention import Attend
+from composer2.model.attention import Attend, CacheView
 from composer2.model.block import Block
 from composer2.model.config import ModelConfig
 from composer2.model.layers import RMSNorm
@@ -60,6 +61,19 @@ class MTPModule(nn.Module):
         joined = self.eh_proj(torch.cat((self.enorm(embedding_BTD), self.hnorm(hidden_BTD)), dim=-1))
         hidden_BTD, selection = self.block(joined.to(hidden_BTD.dtype), rope, mask)
         return hidden_BTD, selection.expert_ids_TK
+
+    def forward_cached(
+        self,
+        hidden_BSD: torch.Tensor,
+        embedding_BSD: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cache_NMC: torch.Tensor,
+        view: CacheView,
+    ) -> torch.Tensor:
+        """The same over new positions, earlier ones coming from the module's own cache; normed for the head."""
+        joined = self.eh_proj(torch.cat((self.enorm(embedding_BSD), self.hnorm(hidden_BSD)), dim=-1))
+        hidden_BSD, _ = self.block.forward_cached(joined.to(hidden_BSD.dtype), rope, cache_NMC, view)
+        return self.norm(hidden_BSD)
 
 
 def shift_left(x: torch.Tensor, places: int, fill: int | float) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer2.model.attention import Attend, CacheView, document_mask, sdpa_attend, tree_mask
+from composer2.model.attention import Attend, CacheView, cache_view, document_mask, sdpa_attend, tree_mask
 from composer2.model.block import Block
 from composer2.model.config import ModelConfig
 from composer2.model.gqa import window_mask
@@ -73,6 +73,8 @@ class CachedOutput:
 
     hidden_BSD: torch.Tensor
     """After the final norm."""
+    trunk_BSD: torch.Tensor
+    """Before it: what `mtp_cached` reads."""
     routes_BSLK: torch.Tensor
     """int16: the experts used."""
 
@@ -155,9 +157,10 @@ class Transformer(nn.Module):
         """New tokens at their positions; a token sees the positions up to its own in its slot. No gradient.
 
         `cache` holds one contiguous [N, M, C] tensor a layer, written in place; positions from `context_len` on are not
-        looked at. Position -1 is padding: nothing is written and the output row is to be ignored.
+        looked at. Position -1 is padding: nothing is written and the output row is to be ignored. `slot_ids_B` has one
+        row of the cache a sequence, or, int64 [B, X], a page table: position t then lies in row table[t // M].
         """
-        view = self._cache_view(position_ids_BS, cache, slot_ids_B, context_len)
+        view = self._cache_view(position_ids_BS, cache, slot_ids_B, context_len, len(self.layers))
         x_BSD = self.embed_tokens(token_ids_BS.long())
         rope = rope_tables(position_ids_BS.clamp_min(0), self.config, x_BSD.dtype)
         routes = []
@@ -167,8 +170,26 @@ class Transformer(nn.Module):
                 routes.append(selection.expert_ids_TK)
         return CachedOutput(
             hidden_BSD=self.norm(x_BSD),
+            trunk_BSD=x_BSD,
             routes_BSLK=_stack_routes(routes, token_ids_BS, self.config.num_experts_per_tok),
         )
+
+    @torch.no_grad()
+    def mtp_cached(
+        self,
+        trunk_BSD: torch.Tensor,
+        next_token_ids_BS: torch.Tensor,
+        position_ids_BS: torch.Tensor,
+        *,
+        cache_NMC: torch.Tensor,
+        slot_ids_B: torch.Tensor | slice,
+        context_len: int,
+    ) -> torch.Tensor:
+        """The first MTP module over new positions, given trunk outputs and the token after each: [B, S, D] for the
+        head, which then predicts the token after that. `cache_NMC` is a layer of its own; see `forward_cached`."""
+        view = self._cache_view(position_ids_BS, [cache_NMC], slot_ids_B, context_len, 1)
+        rope = rope_tables(position_ids_BS.clamp_min(0), self.config, trunk_BSD.dtype)
+        return self.mtp[0].forward_cached(trunk_BSD, self.embed_tokens(next_token_ids_BS.long()), rope, cache_NMC, view)
 
     def new_cache(self, num_slots: int, max_len: int) -> list[torch.Tensor]:
         """A zeroed cache for `forward_cached`, in the dtype and on the device of the embedding."""
@@ -286,39 +307,14 @@ class Transformer(nn.Module):
         cache: Sequence[torch.Tensor],
         slot_ids_B: torch.Tensor | slice,
         context_len: int,
+        num_layers: int,
     ) -> CacheView:
-        num_slots, max_len, width = cache[0].shape
-        if width != self.config.cache_dim or len(cache) != len(self.layers):
+        if cache[0].shape[-1] != self.config.cache_dim or len(cache) != num_layers:
             raise ValueError(
-                f"cache is {len(cache)} x {tuple(cache[0].shape)}, accepted is {len(self.layers)} x "
+                f"cache is {len(cache)} x {tuple(cache[0].shape)}, accepted is {num_layers} x "
                 f"[N, M, {self.config.cache_dim}]"
             )
-        positions = position_ids_BS.long()
-        low, high = (int(bound) for bound in positions.aminmax())
-        if high >= min(context_len, max_len) or context_len > max_len or low < -1:
-            raise ValueError(
-                f"position_ids are {low} .. {high}, accepted is -1 .. context_len - 1; context_len is {context_len}, "
-                f"accepted is at most the cache length {max_len}"
-            )
-        if isinstance(slot_ids_B, slice):
-            slots_B = torch.arange(num_slots, device=positions.device)[slot_ids_B]
-        else:
-            slots_B = slot_ids_B.long()
-            slot_ids_B = slots_B
-        if len(slots_B) != len(positions):
-            raise ValueError(f"slot_ids hold {len(slots_B)} slots, accepted is one per row: {len(positions)}")
-        index_BS = slots_B[:, None] * max_len + positions
-        write_mask = positions >= 0 if low < 0 else None
-        columns = torch.arange(context_len, device=positions.device)
-        hidden = columns > positions.clamp_min(0)[..., None]
-        bias = torch.zeros(hidden.shape, dtype=self.embed_tokens.weight.dtype, device=positions.device)
-        return CacheView(
-            slots=slot_ids_B,
-            context_len=context_len,
-            write_index=index_BS.flatten() if write_mask is None else index_BS[write_mask],
-            write_mask_BS=write_mask,
-            bias_BSM=bias.masked_fill_(hidden, float("-inf")),
-        )
+        return cache_view(position_ids_BS, cache[0], slot_ids_B, context_len, self.embed_tokens.weight.dtype)
 
     @torch.no_grad()
     def _routing_stats(

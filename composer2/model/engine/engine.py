@@ -1,57 +1,39 @@
 """The engine: requests come in through `submit`, every `step` moves all of them one token on, finished ones come out.
 
-    step = admit waiting requests to slots -> prefill what their caches lack -> one decode of everything that runs
+    step = pages for everyone -> prefill what the caches lack -> one decode of everything that runs (with a draft, two)
 
-Source: report §6.2; rows I1 I2 A3 (new weights in the middle of generations; each token carries the version that
+Source: report §6.2; rows I1 I2 I5 A3 (new weights in the middle of generations; each token carries the version that
 produced it; caches kept or recomputed).
 Choice: the engine is synchronous and has no thread; between two steps anything may happen to it (new requests,
 cancellations, new weights), within a step nothing. `service.py` drives it on asyncio.
 Choice: it owns a copy of the model in its own dtype, so training may change its weights at any time.
 
-Shape letters: B sequences in a batch, S new tokens a sequence, T context, N sampled tokens, D model, L MoE layers,
-K experts a token, V vocabulary.
+Shape letters: B sequences in a batch, S new tokens a sequence, T context, N sampled tokens, W written tokens, D model,
+X pages of a table, L MoE layers, K experts a token, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from composer2.model.engine.cache import Slot, SlotCache
-from composer2.model.engine.sampler import sample, uniforms
+from composer2.model.engine.cache import PagedCache
+from composer2.model.engine.sampler import Distribution, distribution, invert, measure, sample, uniforms
 from composer2.model.engine.scheduler import Scheduler
-from composer2.model.engine.sequence import Finished, Request, Sequence
+from composer2.model.engine.sequence import Draft, EngineStats, Finished, Request, Sequence
+from composer2.model.engine.speculative import CHECK, DRAFT, DRAW, probabilities, verify
+from composer2.model.moe import MoE
 from composer2.model.transformer import Transformer
 from composer2.types import Generation
 
-CONTIGUOUS_FRAC = 0.75
-"""At least this share of a stretch of slots must run for the batch to be that stretch, instead of gathered rows."""
-
-
-@dataclass(kw_only=True)
-class EngineStats:
-    """Counts since the engine was made."""
-
-    prefill_tokens: int = 0
-    """Context tokens computed."""
-    copied_tokens: int = 0
-    """Context tokens whose cache another session lent."""
-    reused_tokens: int = 0
-    """Context tokens already in the session's own cache at admission."""
-    decode_steps: int = 0
-    generated_tokens: int = 0
-    finished_requests: int = 0
-    weight_updates: int = 0
-
 
 class Engine:
-    """Continuous batching over a slot cache."""
+    """Continuous batching over a paged cache."""
 
     def __init__(
         self,
@@ -62,32 +44,53 @@ class Engine:
         policy_version: int = 0,
         dtype: torch.dtype = torch.float32,
         max_prefill_tokens: int = 2048,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        speculative: bool = False,
     ) -> None:
         """Copy `model` in `dtype`, where its weights are. `max_len` bounds a context with what is sampled after it;
-        `max_prefill_tokens` bounds one prefill batch, padding included."""
+        `max_prefill_tokens` bounds one prefill batch, padding included.
+
+        At most `num_slots` requests run at once, on `num_pages` pages of `page_size` positions: by default one page of
+        `max_len` for each (see cache.py). `speculative` decodes with drafts of the model's first MTP module.
+        """
         config = model.config
+        page_size = max_len if page_size is None else page_size
         if not 1 <= max_len <= config.max_position_embeddings:
             raise ValueError(
                 f"max_len is {max_len}, accepted is 1 .. max_position_embeddings {config.max_position_embeddings}"
             )
-        if max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens is {max_prefill_tokens}, accepted is 1 or more")
+        for name, value in (("max_prefill_tokens", max_prefill_tokens), ("num_slots", num_slots)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, accepted is 1 or more")
+        if not 1 <= page_size <= max_len:
+            raise ValueError(f"page_size is {page_size}, accepted is 1 .. max_len {max_len}")
+        pages_per_window = -(-max_len // page_size)
+        num_pages = num_slots * pages_per_window if num_pages is None else num_pages
+        if num_pages < pages_per_window:
+            raise ValueError(f"num_pages is {num_pages}, accepted is at least one window of {pages_per_window} pages")
+        if speculative and not model.mtp:
+            raise ValueError("speculative is True, accepted with num_nextn_predict_layers 0 is False")
         self.config, self.max_len, self.policy_version = config, max_len, policy_version
+        self.speculative = speculative
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
-        for layer in self.model.moe_layers():
-            layer.gate.to(torch.promote_types(dtype, torch.float32))  # a rounded router would choose other experts
+        for layer in [*self.model.moe_layers(), *(module.block.mlp for module in self.model.mtp)]:
+            if isinstance(layer, MoE):  # a rounded router would choose other experts
+                layer.gate.to(torch.promote_types(dtype, torch.float32))
         self.device = next(self.model.parameters()).device
-        self.cache = SlotCache(
-            num_slots=num_slots,
-            max_len=max_len,
-            latent_dim=config.cache_dim,
-            num_layers=config.num_hidden_layers,
+        self.cache = PagedCache(
+            num_pages=num_pages,
+            page_size=page_size,
+            layer_widths=[config.cache_dim] * (config.num_hidden_layers + speculative),
             num_moe_layers=config.num_moe_layers,
             num_experts_per_tok=config.num_experts_per_tok,
             dtype=dtype,
             device=self.device,
+            lookahead=int(speculative),
         )
-        self.scheduler = Scheduler(self.cache, max_prefill_tokens=max_prefill_tokens)
+        self.scheduler = Scheduler(
+            self.cache, max_running=num_slots, max_len=max_len, max_prefill_tokens=max_prefill_tokens
+        )
         self.stats = EngineStats()
         self._sequences: dict[int, Sequence] = {}
         self._request_ids: dict[str, int] = {}
@@ -137,7 +140,7 @@ class Engine:
             self._cancelled.append(self._finish(sequence, "cancelled"))
 
     def release(self, session: str) -> None:
-        """Free the session's slot, cancelling its request if one is in progress. Unknown sessions are ignored."""
+        """Free what the session has cached; a request in progress is cancelled. Unknown sessions are ignored."""
         if session in self._request_ids:
             self.cancel(self._request_ids[session])
         self.cache.release(session)
@@ -177,15 +180,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Sample one token for every running request; returns those that ended, in order of submission."""
+        """Sample a token, with drafts up to two, for every running request; returns those that ended, in order of
+        submission. FloatingPointError when logits are not finite."""
         finished, self._cancelled = self._cancelled, []
-        admitted = self.scheduler.admit()
-        self.stats.reused_tokens += sum(_slot(sequence).num_cached for sequence in admitted)
+        admitted = self.scheduler.schedule(self.policy_version)
+        self.stats.preemptions = self.scheduler.num_preemptions
+        self.stats.reused_tokens += sum(sequence.place.num_cached for sequence in admitted)
         self._prefill()
         if admitted:
             finished += self._finish_ended()  # contexts that leave no room for a token
         if self.scheduler.running:
-            self._decode(self.scheduler.running)
+            if self.speculative:
+                self._decode_with_drafts(self.scheduler.running)
+            else:
+                self._decode(self.scheduler.running)
+            self.stats.decode_steps += 1
             finished += self._finish_ended()
         return finished
 
@@ -207,75 +216,152 @@ class Engine:
             chunk = max(1, self.scheduler.max_prefill_tokens // len(batch))
             counts = [min(sequence.num_uncached, chunk) for sequence in batch]
             token_ids_BS = np.zeros((len(batch), max(counts)), dtype=np.int64)
+            next_ids_BS = np.zeros_like(token_ids_BS)
             position_ids_BS = np.full_like(token_ids_BS, -1)
-            slots = [_slot(sequence) for sequence in batch]
-            for row, (sequence, slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
-                start = slot.num_cached
+            for row, (sequence, count) in enumerate(zip(batch, counts, strict=True)):
+                start = sequence.place.num_cached
                 token_ids_BS[row, :count] = sequence.token_ids[start : start + count]
+                next_ids_BS[row, :count] = sequence.token_ids[start + 1 : start + count + 1]
                 position_ids_BS[row, :count] = np.arange(start, start + count)
-            index_B = torch.tensor([slot.index for slot in slots], device=self.device)
-            out = self.model.forward_cached(
-                self._tensor(token_ids_BS),
-                self._tensor(position_ids_BS),
-                cache=self.cache.latents_NMC,
-                slot_ids_B=index_B,
-                context_len=int(position_ids_BS.max()) + 1,
+            _, trunk_BSD = self._forward(
+                batch, token_ids_BS, position_ids_BS, self.cache.tables([sequence.place for sequence in batch])
             )
-            rows, columns = np.nonzero(position_ids_BS >= 0)
-            row_W, column_W = self._tensor(rows), self._tensor(columns)
-            position_W = self._tensor(position_ids_BS[rows, columns])
-            self.cache.routes_NMLK[index_B[row_W], position_W] = out.routes_BSLK[row_W, column_W]
-            for slot, count in zip(slots, counts, strict=True):
-                slot.num_cached += count
+            if self.speculative:
+                self._draft(batch, trunk_BSD, next_ids_BS, position_ids_BS)
+            for sequence, count in zip(batch, counts, strict=True):
+                sequence.place.num_cached += count
             self.stats.prefill_tokens += sum(counts)
 
     def _decode(self, batch: list[Sequence]) -> None:
         """Feed the last token of every sequence and sample the next one."""
-        slot_ids = np.array([_slot(sequence).index for sequence in batch])
-        positions = np.array([len(sequence.token_ids) - 1 for sequence in batch])
-        first, stop = int(slot_ids[0]), int(slot_ids[-1]) + 1
-        rows: Tensor | None = None
-        slots: Tensor | slice = self._tensor(slot_ids)
-        token_ids_BS, position_ids_BS = np.array([sequence.token_ids[-1] for sequence in batch]), positions
-        if len(batch) >= CONTIGUOUS_FRAC * (stop - first):
-            slots = slice(first, stop)
-            if len(batch) < stop - first:  # idle slots in between take part as padding
-                rows = self._tensor(slot_ids - first)
-                wide_ids, wide_positions = np.zeros(stop - first, np.int64), np.full(stop - first, -1)
-                wide_ids[slot_ids - first], wide_positions[slot_ids - first] = token_ids_BS, positions
-                token_ids_BS, position_ids_BS = wide_ids, wide_positions
-        out = self.model.forward_cached(
-            self._tensor(token_ids_BS)[:, None],
-            self._tensor(position_ids_BS)[:, None],
-            cache=self.cache.latents_NMC,
-            slot_ids_B=slots,
-            context_len=int(positions.max()) + 1,
+        token_ids_BS = np.array([[sequence.token_ids[-1]] for sequence in batch])
+        position_ids_BS = np.array([[len(sequence.token_ids) - 1] for sequence in batch])
+        hidden_BSD, _ = self._forward(
+            batch, token_ids_BS, position_ids_BS, self.cache.stretch([sequence.place for sequence in batch])
         )
-        hidden_BD, routes_BLK = out.hidden_BSD[:, 0], out.routes_BSLK[:, 0]
-        if rows is not None:
-            hidden_BD, routes_BLK = hidden_BD[rows], routes_BLK[rows]
-        self.cache.routes_NMLK[self._tensor(slot_ids), self._tensor(positions)] = routes_BLK
-        self._sample(batch, self.model.lm_head(hidden_BD))
-
-    def _sample(self, batch: list[Sequence], logits_BV: Tensor) -> None:
-        params = [sequence.request.params for sequence in batch]
-        # A token's number in the stream is its position, so a session may use one seed for all of its turns.
-        uniform_B = uniforms(
-            [sequence.request.seed for sequence in batch], [len(sequence.token_ids) for sequence in batch]
+        drawn = sample(
+            self.model.lm_head(hidden_BSD[:, 0]), uniform_B=self._uniforms(batch, DRAW), **self._limits(batch)
         )
-        tokens_B, logprobs_B = sample(
-            logits_BV,
-            temperature_B=self._tensor(np.array([p.temperature for p in params], dtype=np.float64)),
-            top_p_B=self._tensor(np.array([p.top_p for p in params], dtype=np.float64)),
-            top_k_B=self._tensor(np.array([p.top_k for p in params], dtype=np.int64)),
-            uniform_B=self._tensor(uniform_B),
-        )
-        version = self.policy_version
-        for sequence, token_id, logprob in zip(batch, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-            _slot(sequence).num_cached += 1
-            sequence.append(token_id, logprob, version)
-        self.stats.decode_steps += 1
+        lists = [tensor.tolist() for tensor in drawn]
+        for sequence, token_id, logprob, truncated in zip(batch, *lists, strict=True):
+            sequence.place.num_cached += 1
+            sequence.append(token_id, logprob, truncated, self.policy_version)
         self.stats.generated_tokens += len(batch)
+
+    def _decode_with_drafts(self, batch: list[Sequence]) -> None:
+        """Feed the last token and the draft behind it; sample one token, and where it is the draft one more."""
+        drafts = [sequence.draft for sequence in batch]
+        token_ids_BS = np.array(
+            [[s.token_ids[-1], 0 if d is None else d.token_id] for s, d in zip(batch, drafts, strict=True)]
+        )
+        position_ids_BS = np.array(
+            [[len(s.token_ids) - 1, -1 if d is None else len(s.token_ids)] for s, d in zip(batch, drafts, strict=True)]
+        )
+        hidden_BSD, trunk_BSD = self._forward(
+            batch, token_ids_BS, position_ids_BS, self.cache.tables([sequence.place for sequence in batch])
+        )
+        limits = self._limits(batch)
+        first, second = (distribution(self.model.lm_head(hidden_BSD[:, place]), **limits) for place in (0, 1))
+        none_V = torch.zeros(self.config.vocab_size, dtype=torch.float64, device=self.device)
+        q_BV = torch.stack([none_V if draft is None else draft.probs_V for draft in drafts])
+        tokens_B, is_taken_B = verify(
+            probabilities(first),
+            q_BV,
+            self._tensor(token_ids_BS[:, 1]),
+            self._uniforms(batch, CHECK),
+            self._uniforms(batch, DRAW),
+        )
+        bonus_B = invert(second.kept_BV, self._uniforms(batch, DRAW, 1))
+        taken = is_taken_B.tolist()
+        self.stats.drafted_tokens += sum(draft is not None for draft in drafts)
+        self.stats.accepted_tokens += sum(taken)
+        self._append(batch, first, tokens_B, [True] * len(batch))
+        self._append(
+            batch,
+            second,
+            bonus_B,
+            [t and s.finish_reason(self.max_len) is None for s, t in zip(batch, taken, strict=True)],
+        )
+        next_ids_BS = np.zeros_like(token_ids_BS)
+        for row, sequence in enumerate(batch):
+            start = sequence.place.num_cached
+            count = len(sequence.token_ids) - 1 - start
+            next_ids_BS[row, :count] = sequence.token_ids[start + 1 :]
+            position_ids_BS[row, count:] = -1
+            sequence.place.num_cached += count
+        self._draft(batch, trunk_BSD, next_ids_BS, position_ids_BS)
+
+    def _append(self, batch: list[Sequence], source: Distribution, tokens_B: Tensor, wanted: list[bool]) -> None:
+        """Give each sequence that wants it its token of `tokens_B`, drawn from `source`."""
+        lists = [tensor.tolist() for tensor in measure(source, tokens_B)]
+        for sequence, is_wanted, token_id, logprob, truncated in zip(batch, wanted, *lists, strict=True):
+            if is_wanted:
+                sequence.append(token_id, logprob, truncated, self.policy_version)
+                self.stats.generated_tokens += 1
+
+    def _draft(
+        self, batch: list[Sequence], trunk_BSD: Tensor, next_ids_BS: np.ndarray, position_ids_BS: np.ndarray
+    ) -> None:
+        """Run the MTP module over new positions; each sequence's last one guesses the token after its last."""
+        hidden_BSD = self.model.mtp_cached(
+            trunk_BSD,
+            self._tensor(next_ids_BS),
+            self._tensor(position_ids_BS),
+            cache_NMC=self.cache.layers_PMC[-1],
+            slot_ids_B=self.cache.tables([sequence.place for sequence in batch]),
+            context_len=int(position_ids_BS.max()) + 1,
+        )
+        last_B = self._tensor((position_ids_BS >= 0).sum(1) - 1)
+        logits_BV = self.model.lm_head(hidden_BSD[torch.arange(len(batch), device=self.device), last_B])
+        q_BV = probabilities(distribution(logits_BV, **self._limits(batch)))
+        drafts_B = invert(q_BV, self._uniforms(batch, DRAFT))
+        for sequence, token_id, probs_V in zip(batch, drafts_B.tolist(), q_BV, strict=True):
+            sequence.draft = Draft(token_id=token_id, probs_V=probs_V)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Batches
+
+    def _forward(
+        self, batch: list[Sequence], token_ids_BS: np.ndarray, position_ids_BS: np.ndarray, rows: Tensor | slice
+    ) -> tuple[Tensor, Tensor]:
+        """The trunk over new tokens (position -1: padding): what the head reads and what the MTP module reads, both
+        [B, S, D]. Their cache entries and routes are written."""
+        chosen: Tensor | None = None
+        wide_ids, wide_positions = token_ids_BS, position_ids_BS
+        if isinstance(rows, slice) and len(batch) < rows.stop - rows.start:
+            # Pages in between that others hold take part as padding.
+            places = np.array([sequence.place.pages[0] for sequence in batch]) - rows.start
+            shape = (rows.stop - rows.start, token_ids_BS.shape[1])
+            wide_ids, wide_positions = np.zeros(shape, np.int64), np.full(shape, -1)
+            wide_ids[places], wide_positions[places] = token_ids_BS, position_ids_BS
+            chosen = self._tensor(places)
+        out = self.model.forward_cached(
+            self._tensor(wide_ids),
+            self._tensor(wide_positions),
+            cache=self.cache.layers_PMC[: self.config.num_hidden_layers],
+            slot_ids_B=rows,
+            context_len=int(position_ids_BS.max()) + 1,
+        )
+        hidden_BSD, trunk_BSD, routes_BSLK = out.hidden_BSD, out.trunk_BSD, out.routes_BSLK
+        if chosen is not None:
+            hidden_BSD, trunk_BSD, routes_BSLK = hidden_BSD[chosen], trunk_BSD[chosen], routes_BSLK[chosen]
+        self.cache.write_routes([sequence.place for sequence in batch], position_ids_BS, routes_BSLK)
+        return hidden_BSD, trunk_BSD
+
+    def _limits(self, batch: list[Sequence]) -> dict[str, Tensor]:
+        params = [sequence.request.params for sequence in batch]
+        return {
+            "temperature_B": self._tensor(np.array([p.temperature for p in params], dtype=np.float64)),
+            "top_p_B": self._tensor(np.array([p.top_p for p in params], dtype=np.float64)),
+            "top_k_B": self._tensor(np.array([p.top_k for p in params], dtype=np.int64)),
+        }
+
+    def _uniforms(self, batch: list[Sequence], stream: int, ahead: int = 0) -> Tensor:
+        """Numbers for the token after the last (or `ahead` places further). A token's number in the stream is its
+        position, so a session may use one seed for all of its turns."""
+        seeds = [sequence.request.seed for sequence in batch]
+        positions = [len(sequence.token_ids) + ahead for sequence in batch]
+        return self._tensor(uniforms(seeds, positions, stream))
 
     def _finish(self, sequence: Sequence, reason: str) -> Finished:
         self.scheduler.remove(sequence)
@@ -284,21 +370,16 @@ class Engine:
         shape = (len(sequence.token_ids), self.config.num_moe_layers, self.config.num_experts_per_tok)
         routes_TLK = np.full(shape, -1, dtype=np.int16)
         if sequence.slot is not None:
-            cached = sequence.slot.num_cached
-            routes_TLK[:cached] = self.cache.routes_NMLK[sequence.slot.index, :cached].cpu().numpy()
+            routes_TLK[: sequence.slot.num_cached] = self.cache.read_routes(sequence.slot)
         generation = Generation(
             token_ids=np.array(sequence.token_ids[sequence.num_prompt :], dtype=np.int32),
             logprobs=np.array(sequence.logprobs, dtype=np.float32),
             policy_versions=np.array(sequence.policy_versions, dtype=np.int32),
             routes=routes_TLK,
             finish_reason=reason,
+            truncated_logprobs=np.array(sequence.truncated_logprobs, dtype=np.float32),
         )
         return Finished(request_id=sequence.request_id, session=sequence.request.session, generation=generation)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-def _slot(sequence: Sequence) -> Slot:
-    assert sequence.slot is not None
-    return sequence.slot

@@ -5,14 +5,17 @@ that depends on the request's seed and the token's position alone (a counter-bas
 in the batch, other requests and restarts therefore change nothing.
 
 Source: rows I1 (seeded sampling; temperature, top-p, top-k) and R3 (behaviour log-probs).
-The log-prob is always that of the full softmax at the sampling temperature, never renormalised over what top-k and
-top-p kept: the trainer computes the same quantity, and their ratio must be 1 for equal weights.
+Two log-probs are returned. One is always that of the full softmax at the sampling temperature: the trainer computes the
+same quantity, and their ratio must be 1 for equal weights. The other is that of the distribution the token was drawn
+from, renormalised over what top-k and top-p kept; at temperature 0 that is a point, log-prob 0.
 Choice: top-k cuts first, top-p then counts within what is left, as vLLM does.
 
 Shape letters: B requests, V vocabulary.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +27,34 @@ HEAD = 64
 _MASK = (1 << 64) - 1
 
 
-def uniforms(seeds_B: list[int], positions_B: list[int]) -> np.ndarray:
-    """float64 [B] in [0, 1): splitmix64 of seed, then of position."""
+class Distribution(NamedTuple):
+    """What tokens of a batch are drawn from."""
+
+    logprobs_BV: Tensor
+    """Full softmax at the temperature (1 for greedy rows), float32 or float64."""
+    kept_BV: Tensor
+    """Its probabilities where top-k and top-p keep a token, 0 elsewhere; not renormalised. Greedy: 1 at the argmax."""
+    total_B: Tensor
+    """float64: sum of `kept_BV`."""
+
+
+class Drawn(NamedTuple):
+    """Tokens of a batch."""
+
+    tokens_B: Tensor
+    """int64."""
+    logprobs_B: Tensor
+    """float32, under the full softmax."""
+    truncated_logprobs_B: Tensor
+    """float32, under what was kept of it."""
+
+
+def uniforms(seeds_B: list[int], positions_B: list[int], stream: int = 0) -> np.ndarray:
+    """float64 [B] in [0, 1): splitmix64 of seed, then of position. Numbers of different streams are independent."""
     seeds = np.array([seed & _MASK for seed in seeds_B], dtype=np.uint64)
     counters = np.array(positions_B, dtype=np.uint64)
+    if stream:
+        seeds = _splitmix64(seeds ^ np.uint64(stream * 0x8CB92BA72F3D8DD7 & _MASK))
     bits = _splitmix64(_splitmix64(seeds) ^ (counters * np.uint64(0xD1342543DE82EF95)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -39,30 +66,53 @@ def sample(
     top_p_B: Tensor,
     top_k_B: Tensor,
     uniform_B: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and log-probs float32 [B]. Temperature 0 takes the argmax, log-prob then at temperature 1.
+) -> Drawn:
+    """Draw one token a row. Temperature 0 takes the argmax, log-prob then at temperature 1.
 
     `temperature_B`, `top_p_B` and `uniform_B` are float64; `top_k_B` is int64, 0 for off. Logits that are NaN or
     +inf raise FloatingPointError.
     """
+    target = distribution(logits_BV, temperature_B=temperature_B, top_p_B=top_p_B, top_k_B=top_k_B)
+    return measure(target, invert(target.kept_BV, uniform_B))
+
+
+def distribution(logits_BV: Tensor, *, temperature_B: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Distribution:
+    """What `sample` draws from, with the same arguments and errors."""
     logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
     is_greedy_B = temperature_B == 0
     divisor_B = torch.where(is_greedy_B, 1.0, temperature_B).to(logits_BV.dtype)
     logprobs_BV = torch.log_softmax(logits_BV / divisor_B[:, None], dim=-1)
-    probs_BV = logprobs_BV.exp()
-    limited_B = ((top_k_B > 0) | (top_p_B < 1)) & ~is_greedy_B
-    if limited_B.any():
-        probs_BV[limited_B] = _limit(probs_BV[limited_B], top_p_B[limited_B], top_k_B[limited_B])
-    cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-    total_B = cumulative_BV[:, -1]
+    kept_BV = logprobs_BV.exp()
+    total_B = kept_BV.sum(-1, dtype=torch.float64)
     if not torch.isfinite(total_B).all():
         raise FloatingPointError("logits are not finite, nothing can be sampled from them")
+    limited_B = ((top_k_B > 0) | (top_p_B < 1)) & ~is_greedy_B
+    total_B = torch.ones_like(total_B)
+    if limited_B.any():
+        kept_BV[limited_B] = _limit(kept_BV[limited_B], top_p_B[limited_B], top_k_B[limited_B])
+        total_B[limited_B] = kept_BV[limited_B].sum(-1, dtype=torch.float64)
+    if is_greedy_B.any():
+        best_B1 = logits_BV.argmax(-1, keepdim=True)
+        kept_BV[is_greedy_B] = torch.zeros_like(kept_BV).scatter_(1, best_B1, 1.0)[is_greedy_B]
+    return Distribution(logprobs_BV=logprobs_BV, kept_BV=kept_BV, total_B=total_B)
+
+
+def invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """int64 [B]: the first token whose cumulative weight exceeds that share of the row's whole weight."""
+    cumulative_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+    total_B = cumulative_BV[:, -1]
     # Strictly below the total, so that rounding never lands behind the last token of positive probability.
     target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    tokens_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
-    if is_greedy_B.any():
-        tokens_B = torch.where(is_greedy_B, logits_BV.argmax(-1), tokens_B)
-    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0].float()
+    return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+
+
+def measure(target: Distribution, tokens_B: Tensor) -> Drawn:
+    """The tokens with their log-probs."""
+    logprobs_B = target.logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    kept_B = target.kept_BV.gather(1, tokens_B[:, None])[:, 0]
+    # Where nothing was cut the two are equal to the last bit; a greedy point has the log-prob 0.
+    truncated_B = torch.where(kept_B == 1, 0.0, logprobs_B.double() - target.total_B.log())
+    return Drawn(tokens_B=tokens_B, logprobs_B=logprobs_B.float(), truncated_logprobs_B=truncated_B.float())
 
 
 def _limit(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
-"""Who runs next: waiting sequences come in, slots are handed out, and prefill is planned in rounds.
+"""Who runs next: waiting sequences come in, pages are handed out, and prefill is planned in rounds.
 
 Source: report §6.2; rows I1 (continuous batching) I2 (prefix shared by a group's samples and by turns of a rollout).
-Every running sequence decodes one token a step. Before that its context, except for the last token, must be in the
-cache. One round of prefill first copies prefixes that other sessions of the group can lend, then computes the rest;
-a sequence that would compute what a group mate computes in this very round waits for the next round and copies. So
-eight identical prompts that arrive together are computed once.
+Every running sequence decodes a token or more a step. Before that its context, except for the last token, must be in
+the cache. One round of prefill first takes over prefixes that other sessions of the group can lend, then computes the
+rest; a sequence that would compute what a group mate computes in this very round waits for the next round and takes it
+over. So eight identical prompts that arrive together are computed once.
 
 Choice: only the last token of a context is left to decode, so prefill needs no logits and sampling has one path.
+Choice: when pages run out in the middle of generations, the newest request gives its pages back and waits with what it
+has sampled; later its cache is computed again. The oldest one always gets on, so all of them end.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from composer2.model.engine.cache import PrefixCopy, SlotCache, common_prefix
+from composer2.model.engine.cache import PagedCache, PrefixCopy
 from composer2.model.engine.sequence import Sequence
 
 MIN_TOKENS_WORTH_WAITING = 16
@@ -32,12 +34,13 @@ class PrefillRound:
 class Scheduler:
     """Keeps the waiting line and the running set over one cache."""
 
-    def __init__(self, cache: SlotCache, *, max_prefill_tokens: int) -> None:
+    def __init__(self, cache: PagedCache, *, max_running: int, max_len: int, max_prefill_tokens: int) -> None:
         self.cache = cache
-        self.max_prefill_tokens = max_prefill_tokens
+        self.max_running, self.max_len, self.max_prefill_tokens = max_running, max_len, max_prefill_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """Sorted by slot."""
+        """Sorted by first page."""
+        self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the line."""
@@ -52,24 +55,62 @@ class Scheduler:
         sequence.slot.is_busy = False
         self.cache.touch(sequence.slot)
 
-    def admit(self) -> list[Sequence]:
-        """Give slots to waiting sequences, first come first served; those whose session holds a slot go first."""
-        if not self.waiting:
-            return []
+    def schedule(self, version: int) -> list[Sequence]:
+        """Pages for this step's positions: first for who runs, oldest request first, then for the waiting line.
+
+        Returns the sequences admitted."""
+        for sequence in sorted(self.running, key=_age):
+            while sequence.slot is not None and not self._reserve(sequence):
+                self._preempt(max(self.running, key=_age))
+        admitted = self._admit(version)
+        self.running.sort(key=_first_page)
+        return admitted
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        # One position a token; with a draft one more is written.
+        num_positions = min(len(sequence.token_ids) + self.cache.lookahead, self.max_len)
+        return self.cache.reserve(sequence.place, num_positions)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert len(self.running) > 1, "one context always fits"
+        self.running.remove(sequence)
+        self.cache.release(sequence.request.session)
+        sequence.slot = sequence.draft = None
+        self.waiting.append(sequence)
+        self.waiting.sort(key=_age)
+        self.num_preemptions += 1
+
+    def _admit(self, version: int) -> list[Sequence]:
+        """First come first served, but those whose session holds a slot go first."""
         admitted: list[Sequence] = []
+        if not self.waiting:
+            return admitted
         owners = [sequence for sequence in self.waiting if self.cache.get(sequence.request.session) is not None]
         others = [sequence for sequence in self.waiting if self.cache.get(sequence.request.session) is None]
         for sequence in owners + others:
-            request = sequence.request
-            slot = self.cache.acquire(request.session, request.group)
-            if slot is None:
+            if len(self.running) + len(admitted) >= self.max_running or not self._start(sequence, version):
                 break
-            self.cache.keep_common_prefix(slot, sequence.token_ids)
-            sequence.slot = slot
             admitted.append(sequence)
         self.waiting = [sequence for sequence in self.waiting if sequence.slot is None]
-        self.running = sorted(self.running + admitted, key=_slot_index)
+        self.running += admitted
         return admitted
+
+    def _start(self, sequence: Sequence, version: int) -> bool:
+        """Give the sequence a slot and pages for its context; False when there are too few."""
+        request = sequence.request
+        is_new = self.cache.get(request.session) is None
+        slot = sequence.slot = self.cache.open(request.session, request.group)
+        self.cache.start_over(slot, sequence.token_ids)
+        if len(sequence.token_ids) > self.cache.page_size:
+            lent = self.cache.find_prefix(slot, version)
+            if lent is not None:
+                self.cache.share_pages(lent)
+        if self._reserve(sequence):
+            return True
+        sequence.slot, slot.is_busy = None, False
+        if is_new:
+            self.cache.release(request.session)
+        return False
 
     def next_round(self, version: int) -> PrefillRound | None:
         """Plan one round under weights `version`; None when every running sequence is ready to decode."""
@@ -81,15 +122,17 @@ class Scheduler:
         if not behind:
             return None
         for sequence in behind:
-            slot = sequence.slot
-            assert slot is not None
+            slot = sequence.place
             if slot.num_cached == 0:
                 slot.base_version = version
             copy = self.cache.find_prefix(slot, version)
             have = slot.num_cached if copy is None else copy.length
             wanted = len(sequence.token_ids) - 1
             mates = leaders[slot.group] if slot.base_version == version else []
-            soon = max((common_prefix(mate.token_ids[:-1], sequence.token_ids, wanted) for mate in mates), default=0)
+            soon = max(
+                (self.cache.reusable(mate.token_ids, sequence.token_ids, len(mate.token_ids) - 1) for mate in mates),
+                default=0,
+            )
             if soon >= have + min(MIN_TOKENS_WORTH_WAITING, max(1, wanted - have)):
                 continue
             if copy is not None:
@@ -114,6 +157,9 @@ class Scheduler:
         return tuple(tuple(batch) for batch in batches)
 
 
-def _slot_index(sequence: Sequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot.index
+def _age(sequence: Sequence) -> int:
+    return sequence.request_id
+
+
+def _first_page(sequence: Sequence) -> tuple[int, int]:
+    return sequence.place.pages[0], sequence.request_id

@@ -1,5 +1,8 @@
-"""Random arrivals, turns, cancellations, releases and weight updates: no slot is lost, no request unanswered, and every
-finished request has the tokens it would have had alone."""
+"""Random arrivals, turns, cancellations, releases, preemption and weight updates: no page is lost, no request
+unanswered, and every finished request has the tokens it would have had alone (row I1). With a page a window, with small
+pages that run out, and with drafts."""
+
+from collections import Counter
 
 import numpy as np
 import torch
@@ -27,7 +30,6 @@ CONFIG = ModelConfig(
     v_head_dim=4,
     max_position_embeddings=32,
     initializer_range=0.4,
-    num_nextn_predict_layers=0,
 )
 NUM_SLOTS, MAX_LEN = 3, 32
 
@@ -42,10 +44,21 @@ MODELS = [make_model(seed) for seed in range(2)]
 
 
 class EngineMachine(RuleBasedStateMachine):
+    page_size: int | None = None
+    num_pages: int | None = None
+    speculative = False
+
     def __init__(self) -> None:
         super().__init__()
         self.engine = Engine(
-            MODELS[0], num_slots=NUM_SLOTS, max_len=MAX_LEN, dtype=torch.float64, max_prefill_tokens=20
+            MODELS[0],
+            num_slots=NUM_SLOTS,
+            max_len=MAX_LEN,
+            dtype=torch.float64,
+            max_prefill_tokens=20,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            speculative=self.speculative,
         )
         self.version = 0
         self.open: dict[int, Request] = {}
@@ -92,7 +105,13 @@ class EngineMachine(RuleBasedStateMachine):
                 self.check_alone(request, generation)
 
     def check_alone(self, request: Request, generation) -> None:
-        alone = Engine(MODELS[self.version % 2], num_slots=1, max_len=MAX_LEN, dtype=torch.float64)
+        alone = Engine(
+            MODELS[self.version % 2],
+            num_slots=1,
+            max_len=MAX_LEN,
+            dtype=torch.float64,
+            speculative=self.speculative,
+        )
         alone.submit(request)
         while True:
             if done := alone.step():
@@ -128,14 +147,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.may_be_mixed |= self.busy() | (set() if recompute else {slot.session for slot in self.engine.cache.slots})
 
     @invariant()
-    def slots_are_conserved(self) -> None:
+    def pages_are_conserved(self) -> None:
         cache = self.engine.cache
-        indices = [slot.index for slot in cache.slots]
-        assert len(set(indices)) == len(indices)
-        assert len(indices) + cache.num_free == NUM_SLOTS
-        running = {sequence.slot.index for sequence in self.engine.scheduler.running}
-        assert running == {slot.index for slot in cache.slots if slot.is_busy}
-        assert all(slot.num_cached < len(slot.token_ids) <= MAX_LEN for slot in cache.slots)
+        held = Counter(page for slot in cache.slots for page in slot.pages)
+        assert all(cache.num_holders(page) == held[page] for page in range(cache.num_pages))
+        assert len(held) + cache.num_free == cache.num_pages
+        running = [sequence.slot for sequence in self.engine.scheduler.running]
+        assert {id(slot) for slot in running} == {id(slot) for slot in cache.slots if slot.is_busy}
+        for slot in cache.slots:
+            assert slot.num_cached < len(slot.token_ids) <= MAX_LEN
+            assert slot.num_cached <= len(slot.pages) * cache.page_size
+            # Nobody else reads what this slot may still write.
+            assert all(held[page] == 1 for page in slot.pages[slot.num_cached // cache.page_size :])
 
     def teardown(self) -> None:
         for _ in range(200):
@@ -146,5 +169,17 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.num_running == self.engine.num_waiting == 0
 
 
+class SmallPages(EngineMachine):
+    page_size, num_pages = 4, 10
+
+
+class Drafts(EngineMachine):
+    page_size, num_pages, speculative = 8, 5, True
+
+
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSmallPages = SmallPages.TestCase
+TestSmallPages.settings = TestEngineMachine.settings
+TestDrafts = Drafts.TestCase
+TestDrafts.settings = TestEngineMachine.settings

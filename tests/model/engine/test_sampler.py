@@ -19,7 +19,7 @@ def draw(logits_BV, uniform, *, temperature=1.0, top_p=1.0, top_k=0):
         top_p_B=torch.full((size,), top_p, dtype=torch.float64),
         top_k_B=torch.full((size,), top_k),
         uniform_B=torch.as_tensor(uniform, dtype=torch.float64).expand(size).clone(),
-    )
+    )[:2]
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -100,3 +100,19 @@ def test_limited_draws_agree_with_a_plain_sort(seed: int, vocab: int, top_p: flo
 def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(FloatingPointError):
         draw(torch.tensor([[0.0, math.nan]]), 0.5)
+
+
+def test_truncated_log_probs_are_renormalised_over_what_is_kept() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]] * 4).log()
+    drawn = sample(
+        logits,
+        temperature_B=torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64),
+        top_p_B=torch.tensor([1.0, 0.6, 1.0, 1.0], dtype=torch.float64),
+        top_k_B=torch.tensor([2, 0, 0, 0]),
+        uniform_B=torch.tensor([0.58, 0.1, 0.55, 0.9], dtype=torch.float64),
+    )
+    assert drawn.tokens_B.tolist() == [3, 1, 2, 1]
+    expected = [math.log(3 / 7), math.log(4 / 7), math.log(0.2), 0.0]
+    assert drawn.truncated_logprobs_B.tolist() == pytest.approx(expected, abs=1e-6)
+    assert drawn.logprobs_B.tolist() == pytest.approx([math.log(x) for x in (0.3, 0.4, 0.2, 0.4)], abs=1e-6)
+    assert drawn.truncated_logprobs_B[2] == drawn.logprobs_B[2]
