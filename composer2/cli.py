@@ -2,7 +2,7 @@
 
     composer2 train PRESET [--run-dir DIR] [--quiet | --json] [--FIELD VALUE …]   the whole pipeline; resumes
     composer2 cpt | sft | rl | eval PRESET …       the same up to that stage
-    composer2 generate --model RUN --prompt TEXT   continue a text
+    composer2 generate --model RUN|DIR --prompt TEXT   continue a text (DIR: Hugging Face weights and tokenizer.json)
     composer2 solve DIR "what is wrong" --model RUN [--apply]
     composer2 report RUN                           write the report again
     composer2 inspect run RUN [N]                  read a run, its rollouts turn by turn
@@ -116,17 +116,23 @@ def _run_failed(error: Exception, folder: Path, console: Console) -> int:
 
 
 def _generate(argv: Sequence[str]) -> int:
-    parser = _parser("generate", "Continues a text with a model of a run.")
-    parser.add_argument("--model", type=Path, required=True, help="a run directory")
+    parser = _parser("generate", "Continues a text with a model of a run or of a Hugging Face directory.")
+    parser.add_argument("--model", type=Path, required=True, help="a run directory, or one with published weights")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where the model runs, e.g. cuda")
     options = parser.parse_args(argv)
     from composer2.use import generate
 
     text = generate(
-        options.model, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
+        options.model,
+        options.prompt,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        device=options.device,
     )
     with Console(_mode(options.quiet, options.json)) as console:
         console.final(options.prompt + text, completion=text)

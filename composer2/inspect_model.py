@@ -54,19 +54,20 @@ def inspect_model(name: str) -> tuple[RenderableType, Record]:
 
     NAME is a key of `FAMILIES`; DIR a Hugging Face directory, whose shards are checked, or a model folder of a run.
     ValueError for anything else, or naming what does not fit in a directory."""
+    record: Record = {"model": name}
     if name in FAMILIES:
-        record: Record = {"model": name} | model_record(FAMILIES[name]())
+        record |= model_record(FAMILIES[name]())
     elif is_published(name):
         plan = plan_huggingface(name)
         stored = {entry.file for source in plan.sources for entry in (source.data, source.scale) if entry is not None}
-        record = {"model": name, "family": plan.published.family} | model_record(plan.config)
+        record |= {"family": plan.published.family, **model_record(plan.config)}
         record["stored_bytes"] = sum(path.stat().st_size for path in stored)
     elif Path(name).is_dir():
-        record = {"model": name} | model_record(load_config(name))
+        record |= model_record(load_config(name))
     else:
         raise ValueError(f"model is {name!r}, accepted is a folder with a model or one of {', '.join(FAMILIES)}")
     table = Table("figure", "value", title=f"Model {name}", title_justify="left")
-    for key, value in record.items():
+    for key, figure in record.items():
         if key != "model":
-            table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
+            table.add_row(key, f"{figure:,}" if isinstance(figure, int) else str(figure))
     return table, record

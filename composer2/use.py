@@ -1,4 +1,4 @@
-"""Using a trained run: continue a text, or let the agent repair a folder, with the harness and tools of training.
+"""Using a trained run or a published model: continue a text, or let the agent repair a folder with what it trained on.
 
 Source: report §2 (the agent), row E6 (train/test match), X1.
 """
@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer as Backend
 
 from composer2.config import load_config
 from composer2.env.tasks.record import plain_tests
+from composer2.model.checkpoint.huggingface import load_huggingface
 from composer2.model.checkpoint.native import load_model
+from composer2.model.checkpoint.published import is_published, read_published
 from composer2.model.engine.engine import Engine
 from composer2.model.engine.sequence import Request
 from composer2.model.tokenizer import Tokenizer
+from composer2.model.transformer import Transformer
 from composer2.recipes import RunConfig
 from composer2.rl.system.worker import GroupRequest
 from composer2.runner import EpisodeRunner, PodsConfig, RunnerSpec
@@ -34,18 +39,39 @@ def newest_model(run: Path) -> Path:
     raise ValueError(f"{run} holds no finished model, accepted is the directory of a run")
 
 
-def generate(run: Path, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> str:
-    """Text the newest model of a run puts after `prompt`."""
+def generate(folder: Path, prompt: str, *, max_tokens: int, temperature: float, seed: int, device: str = "cpu") -> str:
+    """Text the newest model of a run, or the model of a Hugging Face directory, puts after `prompt`."""
     torch.set_num_threads(1)
-    model = load_model(newest_model(run))
-    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    if is_published(folder):
+        return _generate_published(folder, prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature), seed,
+                                   device)  # fmt: skip
+    model = load_model(newest_model(folder), device=device)
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
     token_ids = [tokenizer.special_id("doc"), *tokenizer.encode(prompt)]
-    engine = Engine(model, num_slots=1, max_len=max(len(token_ids) + max_tokens + 1, 32))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=(tokenizer.special_id("doc"),))
+    return tokenizer.decode(_continue(model, token_ids, params, seed))
+
+
+def _generate_published(folder: Path, prompt: str, params: SamplingParams, seed: int, device: str) -> str:
+    """The same with the tokenizer of the directory, which adds what it puts before a text; the text is no chat."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no tokenizer.json, accepted is a directory with one")
+    tokenizer = Backend.from_file(str(path))
+    model = load_huggingface(folder, device=device)
+    params = replace(params, stop_ids=read_published(folder).eos_ids)
+    ids = _continue(model, tokenizer.encode(prompt).ids, params, seed)
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _continue(model: Transformer, token_ids: Sequence[int], params: SamplingParams, seed: int) -> list[int]:
+    """Tokens the model puts after a context."""
+    length = min(max(len(token_ids) + params.max_tokens + 1, 32), model.config.max_position_embeddings)
+    engine = Engine(model, num_slots=1, max_len=length, dtype=model.embed_tokens.weight.dtype)
     engine.submit(Request(token_ids=tuple(token_ids), params=params, session="generate", seed=seed))
     while True:
         for finished in engine.step():
-            return tokenizer.decode(finished.generation.token_ids.tolist())
+            return finished.generation.token_ids.tolist()
 
 
 def folder_task(folder: Path, instruction: str) -> Task:

@@ -50,7 +50,7 @@ def config_of(quick: bool) -> ModelConfig:
         num_hidden_layers=layers,
         intermediate_size=4 * hidden,
         moe_intermediate_size=hidden // 2,
-        n_routed_experts=72 if quick else 80,
+        n_routed_experts=72 if quick else 100,
         num_experts_per_tok=8,
         num_attention_heads=8,
         q_lora_rank=256,
