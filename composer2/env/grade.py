@@ -3,7 +3,8 @@
 In: a task and the files a policy left. Out: a `Grade`. The policy's pod is never graded: its final files go into a
 fresh one that holds no test and no expected value, so there is nothing in it to forge.
 
-Source: report §2 and §5 (hidden tests; fail-to-pass and pass-to-pass), rows E6 V1.
+Source: report §2 (a reward for correct code), MiniMax-M2 report (fail-to-pass and pass-to-pass tests), rows E6 V1.
+Choice: tests are hidden from the policy; the Composer 2 report does not say how correctness is tested.
 Choice: a test is a call and the repr of its value. Only calls travel into the pod and only outcomes come back.
 Choice: files that look like tests are restored to their first state before grading, and new ones of that kind dropped.
 Choice: equal final files of one task share one verdict, also while it is still being found; eight samples of a prompt

@@ -9,7 +9,7 @@ Choice: every rounding is written out on the bits of the value; nothing is cast 
 instruction, but the interpreter's casts round otherwise than the hardware's, and then the bytes tested on a CPU were
 not those of the GPU. For the same reason magnitudes are compared as integers: they order like floats, NaN on top.
 Choice: a row is first multiplied by the power of two that brings its amax to [1, 4): exact, cancels in both quotients,
-and keeps extreme rows from overflow and subnormals. (An amax below 2^-126 comes to [2^-22, 1), which does as well.)
+and keeps extreme rows from overflow and subnormals. (An amax below 2^-126 comes to [2^-22, 2), which does as well.)
 Choice: float32 input is divided in float64, as in the definition, since 2688 * x no longer fits a float32.
 Choice: non-finite input does not raise, which would wait for the GPU at every call; it is marked. An NVFP4 row (or
 matrix, or tensor) gets outer scale NaN and codes 0, an MXFP8 block scale byte 255 and NaN codes: all decode to NaN.

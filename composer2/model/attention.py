@@ -5,7 +5,8 @@
     absorbed: (W_uk,h^T q_nope,h) c + q_rope,h k_r,  then W_uv,h (sum_t p_t c_t)                           (decoding)
 
 The absorbed form never expands a cached token: the cache holds c and k_r only.
-Source: report §3; DeepSeek-V2/V3 papers; rows M1 M2 M4. Latent norms use epsilon 1e-6 whatever the config says, as in
+Source: report §6.1 (MLA, QK192/V128); DeepSeek-V2/V3 papers; rows M1 M2 M4.
+Latent norms use epsilon 1e-6 whatever the config says, as in
 the published code. The YaRN constant `mscale_all_dim` multiplies the softmax scale.
 Choice: values are padded to the query width for the attention call, because fused kernels want equal widths.
 

@@ -1,6 +1,6 @@
 """Shape of the policy: in go the sizes, out comes one frozen `ModelConfig`, checked, with its parameter counts.
 
-Source: report §3 and App. B (an MoE decoder with multi-head latent attention); rows M1-M5 M7 M8 M10. Field names are
+Source: report §3 (an MoE decoder) and §6.1 (multi-head latent attention); rows M1-M5 M7 M8 M10. Field names are
 those of the published DeepSeek-V3 family configurations, so that a published file reads without a dictionary; those of
 grouped-query attention are the names of Qwen3 and MiniMax-M2. families.py holds the published sizes.
 Choice: counts are arithmetic here and are tested against a model on the meta device, so that planning needs no torch.

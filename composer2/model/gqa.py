@@ -6,8 +6,8 @@
 The norm is none, one RMSNorm shared by all heads (Qwen3), or one over the whole projection before it is cut into heads
 (MiniMax-M2). Rotary positions turn the first `rotary_dim` numbers of a head, pairs half-split.
 A windowed layer (row M10) sees the `sliding_window` latest tokens of a document and its first `num_sink_tokens`.
-Source: MiniMax-M2 report (full attention, partial rotary, QK-norm; the hybrid sliding-window experiments) and the
-published Qwen3 and MiniMax-M2 weights; rows M3 M4 M10.
+Source: MiniMax-M2 report (full attention; the hybrid sliding-window experiments, sink tokens); published configs and
+code of Qwen3 and MiniMax-M2 (partial rotary, QK-norm); rows M3 M4 M10.
 Choice: keys and values are repeated before the attention core, because a core takes equal numbers of heads.
 Choice: a sink is a real first token of the document, not a learned one, so that any layer may be windowed afterwards.
 

@@ -5,7 +5,8 @@
           (interleaved: DeepSeek-V3) or (x_i, x_i+d/2) (half-split: Qwen3, MiniMax-M2), d the part that turns
     YaRN: f_i' = f_i / factor * ramp_i + f_i * (1 - ramp_i), ramp 0 for fast and 1 for slow dimensions
 
-Source: report App. B by way of the DeepSeek-V3 paper; rows M1 M3 M4. Which pairs turn is fixed by a family's weights.
+Source: DeepSeek-V3 paper and the YaRN paper, for the base model that report §3 names; rows M1 M3 M4. Which pairs turn
+is fixed by a family's weights.
 Choice: a rotated interleaved vector is written [all first halves of the pairs, all second halves]: queries and keys
 share the order, so every dot product is that of the pairwise order, and no interleaving copy is paid.
 Frequencies are computed from the config at every forward (a few numbers), not kept in a buffer: a model built on the

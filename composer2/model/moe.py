@@ -5,7 +5,8 @@
 
 The correction bias b only selects: gate weights come from the unbiased s, so the gradient reaches the router whatever
 was selected, a replayed expert beyond the own top-k included (fault 29).
-Source: report §3 and App. B; DeepSeek-V3 paper (sigmoid scores, bias from load, group-limited selection); rows M5 M6.
+Source: report §3 (a mixture of experts); rows M5 M6; DeepSeek-V3 paper (sigmoid scores, bias from load, group-limited
+selection).
 A group's score is the sum of its two best biased scores. The router computes in float32 even under autocast.
 Choice: tokens are sorted by expert, two grouped GEMMs run, and index_add sums in a fixed order: no loop over tokens.
 `ModelConfig.expert_recipe` chooses the number formats of these GEMMs (row K4), `dispatch_wire` what tokens are sent as

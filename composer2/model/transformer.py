@@ -5,7 +5,8 @@ with the latents (or keys and values) of earlier ones in a cache, for sampling.
 
     x = Emb(t);  x = Block_l(x) for every layer;  logits = Head(norm(x))
 
-Source: report §3 and App. B; rows M1 M2 M3 M5 M6 M7 M10. One decoder for all families: the config chooses its parts
+Source: report §3 (the base model, Kimi K2.5), DeepSeek-V3 paper; rows M1 M2 M3 M5 M6 M7 M10.
+One decoder for all families: the config chooses its parts
 when it is built, and no forward asks for a family's name.
 Choice: replayed routes, documents and positions are arguments of forward, and what was routed is part of its result:
 nothing is armed, hooked or remembered between calls (fault 25).

@@ -7,8 +7,10 @@ micro-batches, each a list of sequences; an empty one is filled by a dummy row.
     bound    = max(mean cost of a rank, cost of the largest sequence)          no plan can beat it
     M        = the most micro-batches that any rank needs under the token cap; every rank gets M
 
-Source: report §6.1 (global sequence packing before each step, cost a*s + b*s^2); row R12; faults 49 and 4.
-Sequences go, costliest first, to the rank with the least cost so far; then single moves and swaps between the worst
+Source: report §6.1 (global sequence packing before each step, which allows for the attention cost of long sequences);
+row R12 (the formula of the cost); faults 49 and 4.
+Choice, as the report names no algorithm:
+sequences go, costliest first, to the rank with the least cost so far; then single moves and swaps between the worst
 and the lightest rank shrink what is left. Inside a rank they are spread over the M micro-batches in the same way, under
 the cap. Micro-batches are ordered by falling cost, so that the k-th of all ranks are alike: sharded weights are
 gathered once for each micro-batch, and everyone waits for the slowest.

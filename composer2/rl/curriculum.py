@@ -7,7 +7,7 @@ at most once.
     s(x) = strength * clip((x - start_frac) / (1 - start_frac), 0, 1)
     P(next task from f)  ~  weight_f * tasks of f that are left;  uniform inside f
 
-Source: report §4.1 (upsampling of harder data by turns and thinking tokens of rollouts); rows R1 R6.
+Source: report §4 (upsampling of harder data by turns and thinking tokens of rollouts); rows R1 R6.
 Choice: a prompt that may still be trained has no rollouts, since nothing is trained twice. So the statistics are those
 of its family, measured on probes: tasks taken out of the pool for good, a few of each family. They may be measured
 again in mid-run with further probes; `already_drawn` goes on from there.

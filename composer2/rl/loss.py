@@ -22,7 +22,7 @@ Choice: the report is silent on the off-policy correction; the default is ppo_cl
 this line of work. `normaliser="tokens"` divides by the trained tokens of the whole step instead (the form CISPO was
 published with), for comparison. Log-ratios are clamped to +-20 so that one token cannot overflow float32.
 Choice: a sequence of `gspo` is a segment, since only a segment is one context. Its advantages come divided by the
-length of their rollout (`rl.variants`), so that the terms of a sequence add up to s A.
+length of their rollout (`rl.variants`), so that the terms of a sequence add up to s A times its share of the rollout.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """

@@ -2,7 +2,8 @@
 
 In: `Sample`s of any lengths. Out: `Batch`es whose rows hold several documents each, ready for one forward pass.
 
-Source: report §6.1 (global sequence packing); row R12. Samples are placed by best-fit decreasing: longest first, each
+Source: report §6.1 (global sequence packing); row R12.
+Choice: samples are placed by best-fit decreasing: longest first, each
 into the fullest row that still takes it. Rows are then ordered by width, equal ones by cost a*s + b*s^2 summed over
 their documents (the quadratic part is attention), and cut into micro-batches, so that like rows share one; a
 micro-batch is trimmed to its longest row. Everything is deterministic: ties go to the lower index.

@@ -2,7 +2,7 @@
 
 In: expert ids the sampler recorded, log-probs of the same tokens from two passes. Out: errors, or numbers for the log.
 
-Source: report §6.2 (router replay); rows M4 R7. The sampler records the experts of every token it fed to the model;
+Source: report §6.2 (router replay); rows M6 R7. The sampler records the experts of every token it fed to the model;
 training replays them. A recording of another length than the tokens is a hard error: broadcasting or cutting it would
 silently replay the wrong experts. Rows of -1 mean "nothing recorded" (the last token of a segment, padding): there the
 trainer routes freely and counts it.

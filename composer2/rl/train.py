@@ -13,6 +13,7 @@ Choice: batches are trained in the order their prompts were drawn, not in order 
 are not favoured; the report only says that throughput is traded against staleness.
 Choice: the router's correction bias is frozen during RL. Replay ignores the bias, so updating it from replayed choices
 would move the sampler's routing without any gradient asking for it (fault 30).
+Choice: the reference replays the experts of the policy too, so that k1 compares two models on one set of experts.
 Choice: the optimizer is Adam with betas (0.9, 0.95) and no weight decay; the report gives no learning rate.
 
 The trainer does not branch on algorithm names: rewards, advantages and masks arrive per token (`rl.advantage`).

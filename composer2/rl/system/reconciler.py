@@ -3,7 +3,7 @@
 In: events (a task is offered, a rollout ended, a verdict came, a step ended). Out: what may start, and which groups a
 step trains.
 
-Source: report §6.2 (central reconciler, slot-based sample life cycle, bounded staleness); rows A2 R1.
+Source: report §6.2 (central reconciler, slot-based sample life cycle, throughput against staleness); rows A2 R1.
 
     sample:  free slot -> rollout -> verifying -> complete | failed
     group:   pending -> running -> ready -> training -> done,   running -> pending (again) on failure
