@@ -212,11 +212,17 @@ def train_mtp_from_scratch(
 
 
 def long_context_config(config: ModelConfig, *, trained_len: int, new_len: int) -> ModelConfig:
-    """The config of phase 2: YaRN from `trained_len` to `new_len` positions, both magnitude constants 1."""
+    """The config of phase 2: YaRN from `trained_len` to `new_len` positions.
+
+    Both magnitude constants are 1 with latent attention, which puts YaRN's temperature into the softmax scale. Grouped
+    attention has it on cos and sin, as Qwen3 does: `mscale_all_dim` 0."""
     if new_len <= trained_len:
         raise ValueError(f"new_len is {new_len}, accepted is more than trained_len {trained_len}")
     yarn = YarnConfig(
-        factor=new_len / trained_len, original_max_position_embeddings=trained_len, mscale=1.0, mscale_all_dim=1.0
+        factor=new_len / trained_len,
+        original_max_position_embeddings=trained_len,
+        mscale=1.0,
+        mscale_all_dim=1.0 if config.attention == "latent" else 0.0,
     )
     return replace(config, rope_scaling=yarn, max_position_embeddings=new_len)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from composer2.model.config import ModelConfig
 from composer2.model.pretrain.config import CptConfig, MtpConfig, SftConfig
 from composer2.model.pretrain.data import pack_examples
 from composer2.model.pretrain.loop import evaluate_loss, to_tensors
@@ -215,6 +216,16 @@ def test_context_extension_keeps_weights_and_changes_positions(corpus, make_mode
         extend_context(model, wider)
     with pytest.raises(ValueError, match="more than trained_len"):
         long_context_config(tiny_config, trained_len=24, new_len=24)
+
+
+def test_context_extension_of_grouped_attention_scales_queries_and_keys_alone():
+    grouped = ModelConfig(attention="grouped", qk_norm="head", max_position_embeddings=24)
+    yarn = long_context_config(grouped, trained_len=24, new_len=96).rope_scaling
+    assert (yarn.factor, yarn.softmax_scale) == (4.0, 1.0)
+    assert yarn.cos_sin_scale == pytest.approx(0.1 * np.log(4.0) + 1.0)
+    latent = long_context_config(ModelConfig(), trained_len=24, new_len=96).rope_scaling
+    assert latent.cos_sin_scale == 1.0
+    assert latent.softmax_scale == pytest.approx((0.1 * np.log(4.0) + 1.0) ** 2)
 
 
 def test_sft_learns_weighted_tokens_only(make_model):
