@@ -3,7 +3,8 @@
 In: an ungraded `Rollout` (verdict, counts, events, messages). Out: the same rollout with `reward` and
 `reward_components`.
 
-Source: report §4.2 (correctness, succinctness, auxiliary behaviour rewards added as behaviours emerge); rows R4 R5.
+Source: report §2 (correctness, succinctness) and §4.2 (auxiliary behaviour rewards, added as behaviours emerge; a
+length penalty); rows R4 R5.
 
     reward = sum over components of weight(step) * value(rollout)
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from composer2.rl.advantage import counts_in_group
 from composer2.rl.length_penalty import LengthPenaltyConfig, length_penalty
 from composer2.types import Group, Rollout, RolloutStatus, ToolCall
 
@@ -99,7 +101,7 @@ def score(rollout: Rollout, config: RewardConfig, step: int) -> Rollout:
 
 def permute_rewards(group: Group, generator: np.random.Generator) -> Group:
     """The control experiment: rewards shuffled among the rollouts of a group that count, so that they mean nothing."""
-    counted = [i for i, rollout in enumerate(group.rollouts) if rollout.status is not RolloutStatus.INFRASTRUCTURE]
+    counted = [i for i, rollout in enumerate(group.rollouts) if counts_in_group(rollout)]
     order = generator.permutation(len(counted))
     rewards = {i: group.rollouts[counted[j]].reward for i, j in zip(counted, order, strict=True)}
     return replace(
@@ -128,7 +130,8 @@ def length_cost(rollout: Rollout, config: RewardConfig) -> float:
 
 def bad_tool_calls(rollout: Rollout, config: RewardConfig) -> float:
     """Calls of unknown tools, with bad arguments, or too broken to read."""
-    return float(sum(rollout.events.get(name, 0) for name in ("unknown_tool", "bad_arguments", "malformed_call")))
+    names = ("unknown_tool", "bad_arguments", "malformed_call", "bad_json")
+    return float(sum(rollout.events.get(name, 0) for name in names))
 
 
 def invalid_edit(rollout: Rollout, config: RewardConfig) -> float:

@@ -138,3 +138,17 @@ def test_permuted_rewards_keep_their_multiset_and_spare_the_dead(build):
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_every_call_that_could_not_be_read_is_a_bad_tool_call(build):
+    events = {"malformed_call": 1, "bad_json": 2, "unknown_tool": 4, "bad_arguments": 8, "invalid_edit": 16}
+    assert measured("bad_tool_calls", build.rollout(events=events)) == 15
+
+
+def test_permuted_rewards_leave_a_rollout_that_sampled_nothing(build):
+    segments = [(build.segment(),), (build.segment(num_sampled=0),), (build.segment(),), (build.segment(),)]
+    group = build.group([1.0, 7.0, 0.0, 0.0], segments=segments)
+    for seed in range(8):
+        shuffled = permute_rewards(group, np.random.default_rng(seed))
+        assert shuffled.rollouts[1].reward == 7.0
+        assert sorted(rollout.reward for rollout in shuffled.rollouts) == [0.0, 0.0, 1.0, 7.0]
