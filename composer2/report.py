@@ -35,7 +35,6 @@ SAME_AS = {
     "best_of_k": "best_of_group",
     "response_tokens": "sampled_tokens",
     "turns": "num_turns",
-    "summaries": "num_summaries",
     "degenerate_frac": "degenerate_group_frac",
 }
 """Names of the contract and the names `rl.metrics` gives to the same quantity."""
@@ -228,7 +227,7 @@ def _rl_sections(run: RunFiles, records: Sequence[Record]) -> list[str]:
             figures(
                 (rl({"response_tokens": ""}, "sampled tokens per rollout"), "Response length."),
                 (rl({"turns": ""}, "turns per rollout"), "Turns."),
-                (rl({"summaries": ""}, "summaries per rollout"), "Self-summaries."),
+                (rl({"summaries": ""}, "summaries of a step"), "Self-summaries."),
             ),
         ),
         section(

@@ -222,6 +222,6 @@ def step_metrics(groups: Sequence[Group], config: RLConfig, version: int) -> dic
         "zero_advantage_frac": shares["zero_advantage_frac"],
         "response_tokens": measured.get("sampled_tokens", 0.0),
         "turns": measured.get("num_turns", 0.0),
-        "summaries": measured.get("num_summaries", 0.0) * len(rollouts),
+        "summaries": sum(r.stats.num_summaries for r in rollouts if r.status is not RolloutStatus.INFRASTRUCTURE),
         "events": events,
     }

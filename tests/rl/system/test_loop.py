@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from composer2.rl.reward import RewardComponent, RewardConfig
-from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop, TaskSourceError
+from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop, TaskSourceError, step_metrics
 from composer2.rl.system.weight_sync import FolderSink, read_weights
 from composer2.rl.train import RLConfig, make_optimizer
-from composer2.types import Task
+from composer2.types import RolloutStats, Task
 
 CONFIG = RLConfig(
     num_steps=4,
@@ -243,3 +243,13 @@ def test_groups_of_other_callers_are_ignored(policy, tmp_path):
     training = Training(policy, tmp_path, pool=Noisy(policy))
     assert training.run()
     assert not any("evaluation" in tasks for tasks in training.tasks)
+
+
+def test_summaries_of_a_step_are_counted_without_lost_rollouts(build):
+    group = build.group([1.0, 0.0, 0.0], lost=(2,))
+    counts = (2, 1, 5)
+    rollouts = tuple(
+        replace(rollout, stats=RolloutStats(num_summaries=count))
+        for rollout, count in zip(group.rollouts, counts, strict=True)
+    )
+    assert step_metrics([replace(group, rollouts=rollouts)], CONFIG, 0)["summaries"] == 3
