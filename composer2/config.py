@@ -194,6 +194,8 @@ def load_config(path: Path | str, cls: type[ConfigT]) -> ConfigT:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} line {error.lineno} is not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start})") from error
     try:
         return from_json(cls, data)
     except ValueError as error:

@@ -77,7 +77,7 @@ def _message_record(message: Message) -> Record:
 
 def read_rollouts(run_dir: Path | str) -> list[Record]:
     """Records of a run in order; no file is an empty list, a torn last line is left out."""
-    return read_jsonl(Path(run_dir) / ROLLOUTS_FILE)
+    return read_jsonl(Path(run_dir) / ROLLOUTS_FILE, ("task_id", "split", "step"))
 
 
 def changed_lines(record: Mapping[str, Any]) -> list[str]:
@@ -154,9 +154,14 @@ def _read_object(path: Path) -> Record:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} line {error.lineno} is not JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {str(value)[:60]}, accepted is one JSON object")
+    return value
 
 
 def overview_data(run: RunFiles) -> Record:
@@ -187,7 +192,7 @@ def overview(run: RunFiles) -> RenderableType:
         for key, value in run.summary.items():
             table.add_row(key, format_figure(value))
         parts.append(table)
-    parts.append(Text(f"{len(run.rollouts)} rollouts are kept; --rollout N shows one turn by turn."))
+    parts.append(Text(f"{len(run.rollouts)} rollouts are kept; their number after the folder shows one turn by turn."))
     return Group(*parts)
 
 
@@ -196,7 +201,7 @@ def _is_shown(key: str, value: Any) -> bool:
 
 
 def rollout_list(records: Sequence[Record]) -> RenderableType:
-    """One row a rollout, numbered as `--rollout N` counts them."""
+    """One row a rollout, numbered as `inspect run DIR N` counts them."""
     table = Table("N", "split", "step", "kind", "task", "passed", "reward", "turns", "tokens", "summaries", "events")
     for number, record in enumerate(records):
         stats = record.get("stats", {})

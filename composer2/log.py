@@ -332,7 +332,7 @@ class MetricsWriter:
         self._file.close()
         kept = [
             line
-            for line, record in _whole_lines(self.path)
+            for line, record in _whole_lines(self.path, ("stage", "step"))
             if record["stage"] not in last_steps or record["step"] <= last_steps[record["stage"]]
         ]
         partial = self.path.with_name(self.path.name + ".partial")
@@ -355,29 +355,38 @@ class MetricsWriter:
         self.close()
 
 
-def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Lines of a JSONL file with their records. A last line without a newline was torn by a kill and is left out."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+def _whole_lines(path: Path, required: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Lines of a JSONL file with their records, which have the `required` fields. A last line without a newline was
+    torn by a kill and is left out."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start})") from error
     lines = text.split("\n")[:-1]
     pairs = []
     for number, line in enumerate(lines, start=1):
         try:
-            pairs.append((line, json.loads(line)))
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path} line {number} is not JSON ({error.msg}), accepted is one object a line"
             ) from error
+        if not isinstance(record, dict) or any(name not in record for name in required):
+            needed = f" with {', '.join(required)}" if required else ""
+            raise ValueError(f"{path} line {number} is {line[:60]}, accepted is one object a line{needed}")
+        pairs.append((line, record))
     return pairs
 
 
-def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Objects of a JSONL file in order; an absent file is an empty list, a torn last line is left out."""
-    return [record for _, record in _whole_lines(Path(path))]
+def read_jsonl(path: Path | str, required: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Objects of a JSONL file in order; an absent file is an empty list, a torn last line is left out. ValueError names
+    the file and the line that is no object with the `required` fields."""
+    return [record for _, record in _whole_lines(Path(path), required)]
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Records of a metrics file in order, as `read_jsonl`, with nan and infinities as floats again."""
-    return [{key: _revive(value) for key, value in record.items()} for record in read_jsonl(path)]
+    return [{key: _revive(value) for key, value in record.items()} for record in read_jsonl(path, ("stage", "step"))]
 
 
 def without_time(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -77,7 +77,12 @@ class Run:
     def result(self, stage: str) -> dict[str, Any] | None:
         """Result of a finished stage, or None."""
         path = self.folder / "stages" / f"{stage}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}); without it the stage runs again") from error
 
     def finish(self, stage: str, result: Mapping[str, Any]) -> None:
         """Mark a stage as finished, atomically."""
@@ -93,7 +98,7 @@ class Run:
 
     @staticmethod
     def _rollout_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(record[name] for name in ("split", "step", "when", "task_id", "sample_index"))
+        return tuple(record.get(name) for name in ("split", "step", "when", "task_id", "sample_index"))
 
     def log(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl, unless the run wrote it before it was interrupted."""

@@ -152,3 +152,20 @@ def test_chosen_rollouts_cover_what_can_happen():
     assert choose_rollouts(records) == chosen
     assert choose_rollouts([], 6) == []
     assert len(choose_rollouts(records[:2], 6)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("summary.json", b"[]"),
+        ("summary.json", b"\xff"),
+        ("config.json", b"[1]"),
+        ("rollouts.jsonl", b"{}\n"),
+        ("rollouts.jsonl", b"[1]\n"),
+        ("metrics.jsonl", b"{}\n"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=name):
+        inspect_run(tmp_path)

@@ -203,6 +203,13 @@ def test_absent_file_is_empty_and_a_broken_line_is_named(tmp_path: Path):
         read_metrics(tmp_path / "m.jsonl")
 
 
+@pytest.mark.parametrize("line", [b"[1]", b'{"a": 1}', b'"text"', b"\xff"])
+def test_a_line_that_is_no_record_names_the_file(tmp_path, line):
+    (tmp_path / "m.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match=r"m\.jsonl (line 1 is .*accepted is one object .* stage, step|is not UTF-8)"):
+        read_metrics(tmp_path / "m.jsonl")
+
+
 def test_a_value_no_json_holds_is_refused(tmp_path: Path):
     with MetricsWriter(tmp_path / "m.jsonl") as writer, pytest.raises(TypeError, match="accepted are numbers"):
         writer.write("x", 0, value=object())

@@ -9,6 +9,7 @@ from composer2.log import Console
 from composer2.model.pretrain.phases import EvalPoint
 from composer2.pipeline import fitted_loss
 from composer2.recipes import tiny
+from composer2.run import Run
 
 
 def evals(steps, per_step=100):
@@ -30,3 +31,10 @@ def test_the_fit_uses_what_lies_after_the_warm_up():
     assert figures["loss_fit_points"] == len(after)
     assert figures["loss_fit_after_tokens"] == 2099
     assert figures["loss_fit_r2"] == pytest.approx(1, abs=0.02)
+
+
+def test_a_damaged_result_of_a_stage_is_named(tmp_path):
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "sft.json").write_text("{")
+    with pytest.raises(ValueError, match=r"sft\.json is damaged .* the stage runs again"):
+        Run.result(SimpleNamespace(folder=tmp_path), "sft")
