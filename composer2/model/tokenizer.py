@@ -114,11 +114,16 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a `tokenizer.json`; `path` is the file or the folder that holds it."""
-        return cls(Backend.from_file(str(_json_path(path))))
+        path = _json_path(path)
+        text = path.read_bytes()  # an absent file is an OSError that names it
+        try:
+            return cls(Backend.from_buffer(text))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path} is damaged ({error}), accepted is a tokenizer.json of a run") from error
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` in Hugging Face's format; `path` is the file or an existing folder."""
-        self._backend.save(str(_json_path(path)))
+        _json_path(path).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
 
     @property
     def special_ids(self) -> dict[str, int]:

@@ -124,3 +124,12 @@ def test_training_is_deterministic_and_survives_saving(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_bytes_and_specials_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size is 100"):
         Tokenizer.train(["x"], 100)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"version": "1.0", "model"', b"\xff"])
+def test_a_damaged_file_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="absent"):
+        Tokenizer.load(tmp_path / "absent.json")
