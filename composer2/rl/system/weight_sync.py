@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 
@@ -33,7 +34,11 @@ class FolderSink:
         """Write one version and drop the oldest; returns its path. Blocks for one copy of the weights."""
         final = self.path(version)
         partial = final.with_suffix(".partial")
-        save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, str(partial))
+        try:
+            save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, str(partial))
+        except SafetensorError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"could not write {final}: {error}") from error
         os.replace(partial, final)
         for old in sorted(self.folder.glob("weights-*.safetensors"))[: -self.keep]:
             old.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from composer2.rl.system import weight_sync
 from composer2.rl.system.weight_sync import FolderSink, read_weights
@@ -90,3 +91,13 @@ def test_a_reader_sees_whole_files_while_the_writer_writes(tmp_path):
     writer.join()
     assert seen
     assert all(len(values) == 1 for values in seen)
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_file(tmp_path, monkeypatch):
+    def full(tensors, path):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(weight_sync, "save_file", full)
+    with pytest.raises(OSError, match=r"could not write .*weights-00000003.*No space left"):
+        FolderSink(tmp_path).publish(3, {"a": torch.zeros(2)})
+    assert list(tmp_path.iterdir()) == []
