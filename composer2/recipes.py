@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from composer2.config import nearest_names
 from composer2.env.harness import EpisodeLimits
+from composer2.env.tasks.evalsets import EVAL_SETS
 from composer2.env.tasks.expert import ExpertConfig
 from composer2.env.tasks.procedural import TaskConfig
 from composer2.model.config import ModelConfig
@@ -41,6 +43,19 @@ class EvalConfig:
     """Tasks of the trainer/sampler mismatch measurement, 8 samples each; 0 leaves it out."""
     task_seed: int = 7
     """Evaluation tasks depend on this alone, so that runs of different seeds compare."""
+
+    def __post_init__(self) -> None:
+        for spec in (*self.sets, self.during):
+            if spec.name not in EVAL_SETS:
+                raise ValueError(
+                    f"EvalSpec.name is {spec.name!r}, accepted is one of {', '.join(EVAL_SETS)}"
+                    f"{nearest_names(spec.name, EVAL_SETS)}"
+                )
+        names = [spec.name for spec in self.sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"EvalConfig.sets names {', '.join(names)}, accepted are different sets")
+        if self.mismatch_tasks < 0:
+            raise ValueError(f"EvalConfig.mismatch_tasks is {self.mismatch_tasks}, accepted is 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +96,8 @@ class RunConfig:
     """Evaluation."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"RunConfig.seed is {self.seed}, accepted is 0 to {(1 << 31) - 1}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"RunConfig.device is {self.device!r}, accepted is 'cpu' or 'cuda'")
         if self.episode.context_budget > self.engine.max_len:

@@ -44,6 +44,13 @@ def test_a_preset_is_consistent(name):
     ("change", "message"),
     [
         (lambda c: replace(c, device="tpu"), r"RunConfig.device is 'tpu', accepted is 'cpu' or 'cuda'"),
+        (lambda c: replace(c, seed=-1), r"RunConfig.seed is -1, accepted is 0 to"),
+        (lambda c: replace(c, eval=replace(c.eval, mismatch_tasks=-1)), r"EvalConfig.mismatch_tasks is -1, accepted"),
+        (lambda c: replace(c, eval=replace(c.eval, sets=c.eval.sets[:1] * 2)), r"EvalConfig.sets names test, test,"),
+        (
+            lambda c: replace(c, eval=replace(c.eval, during=EvalSpec(name="tset", num_tasks=1))),
+            r"EvalSpec.name is 'tset', accepted is one of test, .*nearest accepted: test",
+        ),
         (lambda c: replace(c, engine=replace(c.engine, max_len=100)), r"RunConfig.engine.max_len is 100, accepted"),
         (lambda c: replace(c, engine=replace(c.engine, num_slots=4)), r"RunConfig.engine.num_slots is 4, accepted"),
     ],
