@@ -80,8 +80,7 @@ def folder_task(folder: Path, instruction: str) -> Task:
     Raises ValueError when the folder holds no module or no such assertion, or a file that is no Python text."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder, accepted is a folder with Python modules and test files")
-    paths = [path for path in sorted(folder.rglob("*.py")) if path.stat().st_size <= MAX_FILE_BYTES]
-    files = {str(path.relative_to(folder)): _python_text(path) for path in paths}
+    files = {str(path.relative_to(folder)): _python_text(path) for path in _python_files(folder)}
     modules = {name: text for name, text in files.items() if not Path(name).name.startswith("test")}
     tests = plain_tests({name: text for name, text in files.items() if name not in modules}, modules)
     if not modules or not tests:
@@ -98,6 +97,20 @@ def folder_task(folder: Path, instruction: str) -> Task:
     )
 
 
+def _python_files(folder: Path) -> list[Path]:
+    """Regular files inside the folder. Links that leave it are left out, since `--apply` would write through them, and
+    so are hidden folders: they hold environments and version control, not the code in question."""
+    root = folder.resolve()
+    return [
+        path
+        for path in sorted(folder.rglob("*.py"))
+        if path.is_file()
+        and path.resolve().is_relative_to(root)
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.stat().st_size <= MAX_FILE_BYTES
+    ]
+
+
 def _python_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
@@ -111,6 +124,8 @@ def solve(
     folder: Path, instruction: str, run: Path, *, samples: int, seed: int, allow_unsafe: bool
 ) -> tuple[Task, Rollout]:
     """Run `samples` episodes on a folder; returns the first that passes its tests, else the one that passes most."""
+    if samples < 1:
+        raise ValueError(f"samples is {samples}, accepted is 1 or more")
     config = load_config(run / "config.json", RunConfig)
     task = folder_task(folder, instruction)
     spec = RunnerSpec(

@@ -1,10 +1,12 @@
 """A folder as a task, without running any of its code."""
 
+import os
+
 import pytest
 
 from composer2.env.tasks.record import plain_tests
 from composer2.types import Rollout, RolloutStatus
-from composer2.use import MAX_FILE_BYTES, changed_files, folder_task, newest_model
+from composer2.use import MAX_FILE_BYTES, changed_files, folder_task, newest_model, solve
 
 MODULE = """def largest(items):
     return min(items)
@@ -127,3 +129,21 @@ def test_changed_files(folder):
     assert changed_files(task, rollout) == {"numbers_kit.py": fixed, "new.py": ""}
     same = Rollout(task_id="t", sample_index=0, segments=(), status=RolloutStatus.FINISHED, final_files=task.files)
     assert changed_files(task, same) == {}
+
+
+def test_what_is_no_file_of_the_folder_is_left_out(folder, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "other.py"
+    outside.write_text("x = 1\n")
+    (folder / "link.py").symlink_to(outside)
+    (folder / "broken.py").symlink_to(folder / "absent.py")
+    (folder / "inner.py").symlink_to(folder / "numbers_kit.py")
+    (folder / "folder.py").mkdir()
+    os.mkfifo(folder / "pipe.py")
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "old.py").write_text("print 'no Python 3'\n")
+    assert sorted(folder_task(folder, "").files) == ["inner.py", "numbers_kit.py"]
+
+
+def test_at_least_one_sample(folder):
+    with pytest.raises(ValueError, match="samples is 0, accepted is 1 or more"):
+        solve(folder, "", folder, samples=0, seed=0, allow_unsafe=False)
