@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from composer2.log import Console, Mode, fail
+from composer2.types import PodError
 
 TRAINING = {"train": "report", "cpt": "cpt-long", "sft": "sft", "rl": "rl", "eval": "eval-rl"}
 """Commands that run the pipeline, and the stage each one ends with."""
@@ -67,7 +68,6 @@ def _train(command: str, argv: Sequence[str]) -> int:
     from composer2.env.pod import open_backend
     from composer2.pipeline import run_stages
     from composer2.run import Run
-    from composer2.types import PodError
 
     with Console(_mode(options.quiet, options.json)) as console:
         if command not in ("cpt", "sft"):
@@ -98,7 +98,6 @@ def _run_errors() -> tuple[type[Exception], ...]:
     from composer2.model.pretrain.state import CheckpointError
     from composer2.rl.system.loop import TaskSourceError
     from composer2.rl.system.worker import WorkerError
-    from composer2.types import PodError
 
     return (CheckpointError, TaskSourceError, WorkerError, PodError, FloatingPointError, ValueError, OSError)
 
@@ -238,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[command](rest)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, PodError) as error:
         fail(str(error), exit_code=1)
 
 

@@ -9,6 +9,7 @@ from composer2.cli import COMMANDS, TRAINING, main
 from composer2.config import save_config
 from composer2.pipeline import STAGES
 from composer2.recipes import tiny_smoke
+from composer2.types import PodError
 
 
 def refused(capsys, *argv, code=2):
@@ -150,3 +151,11 @@ def test_report_is_written_again(capsys, tmp_path):
     assert main(["report", str(tmp_path), "--quiet"]) == 0
     assert capsys.readouterr().out.strip().endswith("report.html")
     assert (tmp_path / "report.html").is_file()
+
+
+def test_a_pod_that_does_not_start_is_one_line(capsys, monkeypatch):
+    def refuse(argv):
+        raise PodError("no pods here")
+
+    monkeypatch.setitem(COMMANDS, "solve", refuse)
+    assert refused(capsys, "solve", ".", code=1) == "error: no pods here\n"

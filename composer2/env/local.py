@@ -29,7 +29,8 @@ from composer2.env import frames
 from composer2.env.pod_server import MAX_PACKET_BYTES
 from composer2.types import CallOutcome, CallStatus, ExecResult, PodError, PodLimits
 
-_START_SECONDS = 20.0
+_START_SECONDS = 60.0
+"""For the server's first word; a crowded machine needs some."""
 _FILE_SECONDS = 60.0
 _GRACE_SECONDS = 20.0
 """Time beyond a request's own limit before the pod counts as broken; a crowded machine needs some."""
