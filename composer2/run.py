@@ -59,7 +59,7 @@ class Run:
         for name in ("stages", "checkpoints", "models"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         stored = folder / "config.json"
-        if stored.exists():
+        if stored.exists() and any(any((folder / name).iterdir()) for name in ("stages", "checkpoints", "models")):
             if load_config(stored, RunConfig) != config:
                 raise ValueError(
                     f"{folder} holds a run with another configuration (see its config.json), accepted is the same "

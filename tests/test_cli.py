@@ -87,10 +87,19 @@ def test_every_training_command_ends_at_a_stage():
 
 def test_a_run_of_another_config_is_refused(capsys, tmp_path):
     save_config(tmp_path / "config.json", tiny_smoke())
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "data.json").write_text("{}", encoding="utf-8")
     text = refused(capsys, "cpt", "tiny-smoke", "--run-dir", str(tmp_path), "--cpt.phase1-steps", "25", "--quiet")
     assert "holds a run with another configuration" in text
     assert "accepted is the same configuration to resume it, or another --run-dir" in text
     assert json.loads((tmp_path / "config.json").read_text())["cpt"]["phase1_steps"] == 24
+
+
+def test_a_run_that_never_did_anything_takes_the_corrected_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline, "run_stages", lambda run, *, last: True)
+    save_config(tmp_path / "config.json", tiny_smoke())
+    assert main(["cpt", "tiny-smoke", "--run-dir", str(tmp_path), "--cpt.phase1-steps", "25", "--quiet"]) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["cpt"]["phase1_steps"] == 25
 
 
 def test_overrides_and_stages_reach_the_pipeline(monkeypatch, tmp_path):
