@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from composer2.env.local import ServedPods
 from composer2.env.pod import open_backend
 from composer2.types import CallOutcome, CallStatus, Pod, PodBackend, PodError, PodLimits
 
@@ -56,7 +57,7 @@ def test_protocols(backend):
     for method in ("create", "close"):
         assert callable(getattr(backend, method))
     typed: PodBackend = backend
-    assert typed.name in ("local", "process")
+    assert typed.name
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -434,6 +435,9 @@ def test_requests_of_one_pod_wait_for_each_other(backend):
 
 
 def test_death_of_the_server_is_a_pod_error_and_the_next_create_starts_another(backend):
+    if not isinstance(backend, ServedPods):
+        pytest.skip("a backend without a server process of its own")
+
     async def body():
         pod = await backend.create({"a": "1"})
         request = asyncio.create_task(pod.exec(["sleep", "30"]))
