@@ -184,6 +184,9 @@ def _report(argv: Sequence[str]) -> int:
 
 
 def _inspect(argv: Sequence[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        Console().final("usage: composer2 inspect run RUN_DIR [N] | model NAME|DIR\n\nEach of the two has --help.")
+        return 0
     if argv and argv[0] == "model":
         return _inspect_model(argv[1:])
     if not argv or argv[0] != "run":

@@ -144,6 +144,11 @@ def test_use_of_a_missing_run_is_refused(capsys, tmp_path, argv):
     assert "absent" in text
 
 
+def test_inspect_has_help(capsys):
+    assert main(["inspect", "--help"]) == 0
+    assert "usage: composer2 inspect run RUN_DIR [N] | model NAME|DIR" in capsys.readouterr().out
+
+
 def test_inspect_takes_run(capsys, tmp_path):
     assert "inspect takes `run RUN_DIR`" in refused(capsys, "inspect", str(tmp_path))
 
