@@ -66,7 +66,8 @@ def quantize_nvfp4(
     order: Literal["exact", "divide_outer", "reciprocal", "te"] = "exact",
     backend: str = "auto",
 ) -> NVFP4:
-    """bfloat16 or float32 [..., K], K a multiple of 16 -> codes [..., K // 2], scales [..., K // 16], outer.
+    """bfloat16 or float32 [..., K], K a multiple of 16 -> codes [..., K // 2], scales [..., K // 16], outer;
+    dtypes and bit order stand at `formats.NVFP4`.
 
     outer "token": one float32 per row, [..., 1]; "matrix": one per matrix of the last two axes, [..., 1, 1] (expert
     weights [E, N, K]); "tensor": one, [1] * ndim. Raises ValueError for a width, dtype, name or non-finite value that

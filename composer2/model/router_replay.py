@@ -73,7 +73,9 @@ def check_routes(routes_BTLK: torch.Tensor, token_ids_BT: torch.Tensor, config: 
 def replay_selection(
     scores_TE: torch.Tensor, ranking_TE: torch.Tensor, own_TK: torch.Tensor, routes_TK: torch.Tensor, tau: float
 ) -> Selection:
-    """Override `own_TK` by `routes_TK`. `scores_TE`: unbiased gates; `ranking_TE`: what the router ranks by."""
+    """Override `own_TK` by `routes_TK`. `scores_TE`: unbiased gates; `ranking_TE`: what the router ranks by.
+
+    Floats [T, E], the higher the better; int64 [T, K]. Nothing is checked here: `check_routes` is for that."""
     recorded = torch.where(routes_TK < 0, own_TK, routes_TK)
     in_own_TK = (recorded[:, :, None] == own_TK[:, None, :]).any(-1)
     differs_T = ~in_own_TK.all(-1)

@@ -2,7 +2,7 @@
 
 In: a `Group` whose rollouts carry rewards. Out: `Sample`s, one for each segment that has something to learn from.
 
-Source: report §4.1 (Dr. GRPO, fixed group size, one reward for all tokens of a chain); rows R1 R3; notes §2.
+Source: report §4.1 (Dr. GRPO, fixed group size, one reward for all tokens of a chain); rows R1 R3.
 
     A_i = r_i - mean(r)          over the rollouts of the group that count
 

@@ -50,7 +50,8 @@ class KLConfig:
 
 
 def estimate(estimator: Estimator, policy_logprobs: Array, reference_logprobs: Array) -> Array:
-    """Elementwise estimate of KL(policy || reference) at tokens drawn from the policy; numpy or torch, any shape.
+    """Elementwise estimate, in nats, of KL(policy || reference) at tokens drawn from the policy; numpy arrays or torch
+    tensors of any shape.
 
     Differentiable in torch, for tests and comparisons; training uses the values only (see the top of the file)."""
     log_ratio = reference_logprobs - policy_logprobs
@@ -88,10 +89,11 @@ def chain_kl_advantages(
     for index, (behaviour, reference, mask) in enumerate(
         zip(behaviour_logprobs, reference_logprobs, sampled, strict=True)
     ):
-        if reference.shape != mask.shape:
-            raise ValueError(
-                f"reference_logprobs[{index}] has shape {reference.shape}, accepted is one per token: {mask.shape}"
-            )
+        for name, values in (("behaviour_logprobs", behaviour), ("reference_logprobs", reference)):
+            if values.shape != mask.shape:
+                raise ValueError(f"{name}[{index}] has shape {values.shape}, accepted is one per token: {mask.shape}")
+        if mask.dtype != bool:
+            raise ValueError(f"sampled[{index}] has dtype {mask.dtype}, accepted is bool")
         picked = np.flatnonzero(mask)
         per_token.append(
             estimate(config.estimator, behaviour[picked].astype(np.float64), reference[picked].astype(np.float64))

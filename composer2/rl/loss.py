@@ -3,7 +3,7 @@
 In: log-probs of the tokens of a packed batch under the current policy, the batch, and one constant denominator.
 Out: a scalar whose gradients simply add up over micro-batches, accumulation steps and data-parallel ranks.
 
-Source: report §4.1 (Dr. GRPO); rows R1 R8; notes §2. With ratio r_t = pi(o_t) / mu(o_t), mu the behaviour policy:
+Source: report §4.1 (Dr. GRPO); rows R1 R8. With ratio r_t = pi(o_t) / mu(o_t), mu the behaviour policy:
 
     loss = -(1 / denominator) * sum over trained tokens of  w_t
 
@@ -136,9 +136,14 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, sums) of a micro-batch; see the top of the file. `sums` are detached totals over trained tokens.
 
-    `logprobs_BT` as `token_logprobs` gives them. Add the sums of all micro-batches and call `mean_metrics`."""
+    `logprobs_BT`: [B, T] as `token_logprobs` gives them, `entropy_BT` likewise. Add the sums of all micro-batches and
+    call `mean_metrics`. ValueError for a shape, denominator or loss mask that does not fit."""
     if not (np.isfinite(denominator) and denominator > 0):
         raise ValueError(f"denominator is {denominator}, accepted is a finite number > 0")
+    if logprobs_BT.shape != batch.loss_mask.shape:
+        raise ValueError(
+            f"logprobs_BT has shape {tuple(logprobs_BT.shape)}, accepted is [B, T] = {tuple(batch.loss_mask.shape)}"
+        )
     check_loss_mask(batch)
     mask = batch.loss_mask
     # Gathering the trained tokens first keeps masked values, infinities included, out of the arithmetic altogether.

@@ -79,7 +79,10 @@ def tokens_needed(sample: Sample) -> int:
 def build_tree(samples: Sequence[Sample], lengths: Sequence[int] | None = None) -> PrefixTree:
     """Merge samples whose beginnings agree in tokens and routes. `lengths`: tokens of each that run (default: needed).
 
-    Time and memory are linear in the tokens given. Raises ValueError for samples without a trained token."""
+    Time and memory are linear in the tokens given. Raises ValueError for no samples at all, and for samples
+    without a trained token. All must have routes of one [L, K]; a sampler without experts gives int16 [T, 0, 0]."""
+    if not samples:
+        raise ValueError("samples is empty, accepted is at least one sample")
     lengths = [tokens_needed(sample) for sample in samples] if lengths is None else lengths
     builder = _Builder(samples)
     leaves = [builder.insert(index, length) for index, length in enumerate(lengths)]

@@ -132,3 +132,16 @@ def test_errors():
         KLConfig(estimator="k4")
     with pytest.raises(ValueError, match="estimator is 'k4'"):
         estimate("k4", np.zeros(1), np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reference", "mask", "message"),
+    [
+        (np.zeros(2), np.zeros(3), np.ones(3, bool), r"behaviour_logprobs\[0\] has shape \(2,\)"),
+        (np.zeros(3), np.zeros(2), np.ones(3, bool), r"reference_logprobs\[0\] has shape \(2,\)"),
+        (np.zeros(3), np.zeros(3), np.ones(3, int), r"sampled\[0\] has dtype int64"),
+    ],
+)
+def test_arrays_that_do_not_fit_a_chain_are_refused(behaviour, reference, mask, message):
+    with pytest.raises(ValueError, match=message):
+        chain_kl_advantages([behaviour], [reference], [mask], KLConfig(weight=1.0))

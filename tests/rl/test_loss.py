@@ -250,3 +250,9 @@ def test_clip_gradients_by_hand():
 def test_config_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(**fields)
+
+
+def test_logprobs_of_another_shape_are_refused(build):
+    batch = to_tensors(pack([build.sample(3, num_sampled=1)], row_length=3, rows_per_batch=1)[0])
+    with pytest.raises(ValueError, match=r"logprobs_BT has shape \(1, 2\), accepted is \[B, T\] = \(1, 3\)"):
+        policy_loss(torch.zeros(1, 2), batch, LossConfig(), 1.0)

@@ -197,3 +197,8 @@ def test_many_long_samples_are_merged_in_linear_time():
         samples.append(made(tokens.tolist(), mask=np.arange(3000) >= 2990))
     tree = build_tree(samples)
     assert len(tree.token_ids) == 1000 + sum(2999 - (i * 10 + 10) for i in range(100))
+
+
+def test_a_tree_of_no_samples_is_refused():
+    with pytest.raises(ValueError, match="samples is empty"):
+        build_tree([])
