@@ -80,14 +80,22 @@ def settings(quick: bool, seed: int) -> tuple[RunConfig, CptConfig, int]:
         base,
         preset="tiny-ablation",
         seed=seed,
-        cpt=replace(base.cpt, phase1_steps=60 * share, phase1_rows=8, phase2_steps=4 * share, num_eval_points=4),
+        cpt=replace(base.cpt, phase1_steps=100 * share, phase2_steps=8 * share, num_eval_points=4),
         mtp=MtpConfig(num_steps=1, joint_weight=0.0),
-        sft=replace(base.sft, num_steps=250 * share, schedule_steps=320 * share),
+        sft=replace(base.sft, num_steps=700 * share, schedule_steps=1000 * share),
         rl=replace(
-            base.rl, num_steps=6 * share, prompts_per_step=8, max_staleness=0, replay_tau=0.0, reference_every=1000
+            base.rl, num_steps=16 * share, prompts_per_step=8, max_staleness=0, replay_tau=0.0, reference_every=1000
         ),
     )
-    arm = replace(config.cpt, phase1_steps=24 * share, warmup_steps=6, num_eval_points=2, eval_rows=16, autocast="off")
+    arm = replace(
+        config.cpt,
+        phase1_steps=60 * share,
+        phase1_rows=8,
+        warmup_steps=6,
+        num_eval_points=2,
+        eval_rows=16,
+        autocast="off",
+    )
     return config, arm, 8 * share
 
 
