@@ -30,7 +30,7 @@ import torch
 
 from composer2.model.router_replay import ReplayConfig
 from composer2.model.transformer import Transformer
-from composer2.rl.advantage import AdvantageConfig, group_samples
+from composer2.rl.advantage import AdvantageConfig, counts_in_group, group_samples, is_withheld
 from composer2.rl.kl import estimate
 from composer2.rl.loss import (
     LossConfig,
@@ -173,9 +173,18 @@ def trained_logprobs(
 
 
 def update(
-    model: Transformer, optimizer: torch.optim.Optimizer, samples: Sequence[Sample], config: RLConfig, step: int
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[Sample],
+    config: RLConfig,
+    step: int,
+    *,
+    num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on `samples`; returns its metrics. Without samples the weights stay exactly as they are."""
+    """One optimizer step on `samples`; returns its metrics. Without samples the weights stay exactly as they are.
+
+    `num_tokens`: tokens the normaliser `tokens` divides by, those of rollouts left out for their zero gradient
+    included; None counts the samples' own."""
     if not samples:
         return {"num_tokens": 0.0, "loss": 0.0, "grad_norm": 0.0}
     for group in optimizer.param_groups:
@@ -186,7 +195,7 @@ def update(
     denominator = loss_denominator(
         config.loss,
         num_rollouts_planned=config.prompts_per_step * config.group_size,
-        num_tokens=sum(int(batch.loss_mask.sum()) for batch, _ in batches),
+        num_tokens=sum(int(s.loss_mask.sum()) for s in samples) if num_tokens is None else num_tokens,
     )
     sums, gaps, routing = [], [], {"replayed": 0.0, "replaced": 0.0, "free": 0.0}
     for batch, tree in batches:
@@ -296,4 +305,8 @@ def train_step(
             group_index=index,
         )
     ]
-    return update(model, optimizer, samples, config, step) | measured
+    counted = [
+        r for g in groups for r in g.rollouts if counts_in_group(r) and not is_withheld(r, config.advantage, step)
+    ]
+    num_tokens = sum(int(segment.sampled.sum()) for rollout in counted for segment in rollout.segments)
+    return update(model, optimizer, samples, config, step, num_tokens=num_tokens) | measured

@@ -8,6 +8,7 @@ import torch
 
 from composer2.rl.advantage import AdvantageConfig, group_samples
 from composer2.rl.kl import KLConfig
+from composer2.rl.loss import LossConfig
 from composer2.rl.pack import pack, to_tensors
 from composer2.rl.reward import RewardComponent, RewardConfig
 from composer2.rl.train import (
@@ -234,3 +235,21 @@ def test_learning_rate_by_hand():
     assert {RLConfig(num_steps=10, lr=0.5).lr_at(step) for step in range(12)} == {0.5}
     with pytest.raises(ValueError, match=r"RLConfig.final_lr_frac is 1.5, accepted is in \[0, 1\]"):
         RLConfig(final_lr_frac=1.5)
+
+
+def test_tokens_of_groups_without_gradient_stay_in_the_token_normaliser(policy):
+    """A group of equal rewards adds nothing to the gradient of `tokens` but its tokens to what it is divided by."""
+    sampler = policy.engine(policy.model())
+    drawn = [policy.group(sampler, f"task{seed}", 4, seed=seed) for seed in range(6)]
+    scored = score_groups(drawn, CONFIG, 0, 0)
+    mixed = next(g for g in scored if len({r.reward for r in g.rollouts}) > 1)
+    flat = replace(mixed, rollouts=tuple(replace(rollout, reward=0.5) for rollout in mixed.rollouts))
+    config = replace(CONFIG, loss=LossConfig(normaliser="tokens"), grad_clip=1e9)
+    moved = []
+    for groups in ([mixed], [mixed, flat]):
+        model = policy.model()
+        before = policy.weights(model)
+        train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), groups, config, step=0)
+        moved.append({name: tensor - before[name] for name, tensor in policy.weights(model).items()})
+    assert moved[0]["lm_head.weight"].abs().max() > 1e-4
+    torch.testing.assert_close(moved[0]["lm_head.weight"], 2 * moved[1]["lm_head.weight"], atol=1e-6, rtol=1e-4)
