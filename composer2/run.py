@@ -45,8 +45,10 @@ STOP_GRACE = 1.0
 """Seconds that workers of an interrupted run have to end by themselves."""
 
 
-class Interrupted(Exception):
-    """The run was asked to stop; everything is saved, and the same command goes on."""
+class Interrupted(BaseException):
+    """The run was asked to stop; everything is saved, and the same command goes on.
+
+    Like KeyboardInterrupt no `Exception`: a signal may raise it anywhere, and nobody's error handling may eat it."""
 
 
 class Run:

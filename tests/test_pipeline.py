@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from composer2.log import Console
+from composer2.model import tokenizer
 from composer2.model.pretrain.phases import EvalPoint
 from composer2.pipeline import fitted_loss
 from composer2.recipes import tiny
-from composer2.run import Run
+from composer2.run import Interrupted, Run
 
 
 def evals(steps, per_step=100):
@@ -38,3 +39,17 @@ def test_a_damaged_result_of_a_stage_is_named(tmp_path):
     (tmp_path / "stages" / "sft.json").write_text("{")
     with pytest.raises(ValueError, match=r"sft\.json is damaged .* the stage runs again"):
         Run.result(SimpleNamespace(folder=tmp_path), "sft")
+
+
+def test_a_stop_inside_a_guarded_call_is_still_a_stop(monkeypatch, tmp_path):
+    """The signal handler raises wherever the program is, within the reading of a tokenizer file for one."""
+
+    class Backend:
+        @staticmethod
+        def from_buffer(text):
+            raise Interrupted
+
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(tokenizer, "Backend", Backend)
+    with pytest.raises(Interrupted):
+        tokenizer.Tokenizer.load(tmp_path)
