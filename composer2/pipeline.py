@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from composer2.env.tasks.evalsets import build_eval_set
 from composer2.model.checkpoint.native import load_model, save_model
 from composer2.model.pretrain.corpus import load_corpus
 from composer2.model.pretrain.loop import StepMetrics
@@ -40,17 +39,11 @@ from composer2.model.pretrain.phases import (
     run_sft,
     train_mtp_from_scratch,
 )
-from composer2.model.pretrain.state import load_state, save_state
 from composer2.model.tokenizer import Tokenizer
 from composer2.model.transformer import Transformer, init_weights
-from composer2.rl.evaluate import EvalSpec, compare, eval_figures, passed_table, run_tasks
-from composer2.rl.mismatch import measure_acceptance, measure_mismatch
-from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop
-from composer2.rl.system.worker import RolloutPool
-from composer2.rl.train import make_optimizer
-from composer2.run import STOP_GRACE, Interrupted, Run, stop_on_interrupt, write_json
-from composer2.runner import make_runner, stable_seed
-from composer2.types import Group
+from composer2.pipeline_rl import stage_eval, stage_mismatch, stage_rl
+from composer2.rl.evaluate import compare
+from composer2.run import Interrupted, Run, stop_on_interrupt, write_json
 
 STAGES = ("data", "cpt", "mtp", "cpt-long", "sft", "eval-sft", "rl", "eval-rl", "mismatch", "report")
 
@@ -202,144 +195,7 @@ def stage_sft(run: Run) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and reinforcement learning
-
-
-def evaluate_set(run: Run, spec: EvalSpec, *, when: str, step: int) -> dict[str, Any]:
-    """Run one evaluation set on the published policy; writes the metric line and some rollouts, returns the figures."""
-    tasks = build_eval_set(spec.name, spec.num_tasks, run.config.eval.task_seed, run.config.tasks)
-    with run.console.stage(f"eval {spec.name}", total=len(tasks), detail=when) as stage:
-        groups = run_tasks(
-            run.pool,
-            tasks,
-            num_samples=spec.num_samples,
-            seed=stable_seed(run.config.seed, "eval", spec.name) % (1 << 31),
-            should_stop=run.should_stop,
-            on_progress=stage.update,
-        )
-        run.check_stop()
-        figures = eval_figures(groups, np.random.default_rng(0))
-        stage.end(**{name: figures[name] for name in ("pass_at_1", f"best_of_{spec.num_samples}", "tokens", "turns")})
-    run.log("eval", step, {"split": spec.name, "when": when, **figures})
-    run.keep_rollouts(groups, split=spec.name, step=step, when=when)
-    return {**figures, "passed": passed_table(groups).astype(int).tolist()}
-
-
-def stage_eval(run: Run, *, model_name: str, when: str, step: int) -> dict[str, Any]:
-    """All evaluation sets on one model, and the MTP acceptance on its own held-out rollouts."""
-    model = load_model(run.model_dir(model_name))
-    run.pool.publish(step, run.sink.publish(step, model.state_dict()))
-    results: dict[str, Any] = {}
-    for spec in run.config.eval.sets:
-        partial = f"{when}-{spec.name}"
-        known = run.result(partial)
-        if known is None:
-            known = evaluate_set(run, spec, when=when, step=step)
-            run.finish(partial, known)
-        results[spec.name] = known
-    return results
-
-
-def stage_rl(run: Run) -> dict[str, Any]:
-    """Dr. GRPO on fresh tasks until the last step."""
-    config = run.config.rl
-    reference = load_model(run.model_dir("sft")).to(run.config.device).requires_grad_(False)
-    model = load_model(run.model_dir("sft")).to(run.config.device)
-    optimizer = make_optimizer(model, config)
-    folder = run.folder / "checkpoints" / "rl"
-    saved = load_state(folder, model=model, optimizer=optimizer)
-    state = LoopState(**saved.metadata["loop"]) if saved else None
-    totals = (
-        dict(saved.metadata["totals"])
-        if saved
-        else {"summaries": 0.0, "trained_twice": 0.0, "staleness": 0.0, "replaced": 0.0}
-    )
-    first = saved.step if saved else 0
-    run.forget_after({"rl": first, "eval": first})
-    kept = {1, config.num_steps // 2, config.num_steps}
-
-    with run.console.stage("rl", total=config.num_steps, first_step=first, detail="Dr. GRPO") as stage:
-
-        def on_step(done: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
-            run.log("rl", done, metrics)
-            totals["summaries"] += metrics.get("summaries", 0.0)
-            totals["trained_twice"] = metrics["trained_twice"]
-            totals["staleness"] += metrics["staleness_mean"]
-            totals["replaced"] += metrics.get("replaced_expert_frac", 0.0)
-            if done in kept:
-                run.keep_rollouts(groups, split="train", step=done, when=f"rl-{done}")
-            stage.update(
-                done,
-                reward=metrics.get("reward_mean", 0.0),
-                passed=metrics.get("pass_rate", 0.0),
-                best_of_k=metrics["best_of_k"],
-                mismatch_p99=metrics.get("mismatch_p99", 0.0),
-                staleness=metrics["staleness_mean"],
-            )
-
-        def checkpoint(done: int, loop_state: LoopState) -> None:
-            metadata = {"loop": vars(loop_state), "totals": totals}
-            save_state(folder, step=done, model=model, optimizer=optimizer, metadata=metadata)
-
-        def evaluate(done: int) -> None:
-            spec = run.config.eval.during
-            if run.is_logged("eval", done, split=spec.name):
-                return
-            tasks = build_eval_set(spec.name, spec.num_tasks, run.config.eval.task_seed, run.config.tasks)
-            seed = stable_seed(run.config.seed, "eval", spec.name) % (1 << 31)
-            groups = run_tasks(run.pool, tasks, num_samples=spec.num_samples, seed=seed, should_stop=run.should_stop)
-            if not run.stop_requested:
-                run.log(
-                    "eval", done,
-                    {"split": spec.name, "when": f"rl-{done}", **eval_figures(groups, np.random.default_rng(0))},
-                )  # fmt: skip
-
-        loop = RLLoop(
-            model,
-            optimizer,
-            config,
-            pool=run.pool,
-            sink=run.sink,
-            task_at=run.task_at,
-            seed=run.config.seed,
-            state=state,
-            reference=reference,
-        )
-        hooks = LoopHooks(on_step=on_step, checkpoint=checkpoint, evaluate=evaluate, should_stop=run.should_stop)
-        if not loop.run(hooks):
-            raise Interrupted
-    save_model(run.model_dir("rl"), model)
-    steps = max(config.num_steps, 1)
-    return {
-        "summaries_used": totals["summaries"],
-        "trained_twice": totals["trained_twice"],
-        "staleness_mean": totals["staleness"] / steps,
-        "replaced_expert_frac": totals["replaced"] / steps,
-        "rl_steps": config.num_steps,
-    }
-
-
-def stage_mismatch(run: Run) -> dict[str, Any]:
-    """Sampler in bf16, trainer in fp32, same weights and rollouts: replay off, on, and on with the filter."""
-    if run.config.eval.mismatch_tasks == 0:
-        return {}
-    tasks = build_eval_set("test", run.config.eval.mismatch_tasks, run.config.eval.task_seed + 1, run.config.tasks)
-    model = load_model(run.model_dir("rl"))
-    with run.console.stage("mismatch", total=len(tasks), detail="bf16 sampler against fp32 trainer") as stage:
-        spec = run.spec("rl", dtype="bfloat16")
-        pool = RolloutPool(make_runner, spec, lockstep=spec.lockstep)
-        try:
-            groups = run_tasks(
-                pool, tasks, num_samples=8, seed=run.config.seed + 11, should_stop=run.should_stop,
-                on_progress=stage.update,
-            )  # fmt: skip
-        finally:
-            pool.close(grace=STOP_GRACE if run.stop_requested else 5.0)
-        with run.abortable():
-            figures = measure_mismatch(model, groups, run.config.rl)
-            figures["mtp_acceptance"] = figures["mtp_acceptance_end"] = measure_acceptance(model, groups)
-        stage.end(**{k: figures[k] for k in ("mismatch_p99_replay_off", "mismatch_p99_replay_on", "mtp_acceptance")})
-    return figures
+# Report, and all stages in order
 
 
 def stage_report(run: Run) -> dict[str, Any]:
