@@ -9,6 +9,8 @@ Source: report §6.1 (MLA, QK192/V128); DeepSeek-V2/V3 papers; rows M1 M2 M4.
 Latent norms use epsilon 1e-6 whatever the config says, as in
 the published code. The YaRN constant `mscale_all_dim` multiplies the softmax scale.
 Choice: values are padded to the query width for the attention call, because fused kernels want equal widths.
+Choice: a row may be spread over processes (row D2). `LatentAttention.gather` then brings the latents of all of them,
+which are far smaller than the keys and values that every process expands for itself; `KeyView` says who sees whom.
 
 Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache rows (slots or pages), H heads, D model, C
 cache width.
@@ -30,6 +32,26 @@ LATENT_NORM_EPS = 1e-6
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 """(query_BHTd, key_BHTd, value_BHTd, mask_B1TT or None for causal, scale) -> out_BHTd. All widths equal."""
+
+Gather = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""entries_BTC of this process -> a function that waits and returns entries_BMC of all processes. Differentiable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyView:
+    """Which keys of a whole row the tokens that lie here may look at, when a row is spread over processes."""
+
+    query_index_T: torch.Tensor
+    """int64: place of each token here in its row."""
+    key_index_M: torch.Tensor
+    """int64: place of each gathered key in its row."""
+    visible_until_BM: torch.Tensor
+    """int64: a key is seen from its own place on, by the places before this one."""
+
+    def mask(self) -> torch.Tensor:
+        """bool [B, 1, T, M]."""
+        query_T1, key_M = self.query_index_T[:, None], self.key_index_M
+        return ((key_M <= query_T1) & (query_T1 < self.visible_until_BM[:, None, :]))[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +167,7 @@ class LatentAttention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.nope, self.rope, self.value_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.rank, self.attend = config.kv_lora_rank, attend
+        self.gather: Gather | None = None
         self.scale = config.qk_head_dim**-0.5
         if config.rope_scaling is not None:
             self.scale *= config.rope_scaling.softmax_scale
@@ -163,11 +186,17 @@ class LatentAttention(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Expanded form over whole rows. `mask` is bool [B, 1, T, T], or None for one causal document a row."""
+        """Expanded form over whole rows. `mask` is bool [B, 1, T, T], or None for one causal document a row.
+
+        With `gather`, keys are those of all processes, M of them, and `mask` is [B, 1, T, M]; the gathering starts
+        before the queries are computed and is waited for after."""
         B, T, _ = x_BTD.shape
-        q_nope, q_rope = self._query(x_BTD, rope)
         latent, k_rope = self._latent(x_BTD, rope)
-        expanded = self.kv_b_proj(latent).view(B, T, self.num_heads, self.nope + self.value_dim)
+        arrival = None if self.gather is None else self.gather(torch.cat((latent, k_rope), dim=-1))
+        q_nope, q_rope = self._query(x_BTD, rope)
+        if arrival is not None:
+            latent, k_rope = arrival().split((self.rank, self.rope), dim=-1)
+        expanded = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, self.nope + self.value_dim))
         k_nope, value = expanded.split((self.nope, self.value_dim), dim=-1)
         k_rope = k_rope[:, :, None].expand(-1, -1, self.num_heads, -1)
         query = torch.cat((q_nope, q_rope), dim=-1).transpose(1, 2)

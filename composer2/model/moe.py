@@ -12,23 +12,38 @@ Choice: tokens are sorted by expert, two grouped GEMMs run, and index_add sums i
 `ModelConfig.expert_recipe` chooses the number formats of these GEMMs (row K4), `dispatch_wire` what tokens are sent as
 (row K5); by default both are the model's own dtype, and nothing is rounded.
 Choice: the bias is centred after every update; a common offset changes no selection and only drifts (fault 59).
+Choice: experts may live in other processes (row D3). Two seams of `Experts`, both None on one device, are all that this
+file knows of it: `exchange` takes tokens to their experts and back, `localise` gives the matrices that lie here.
 
 Shape letters: B batch, T tokens, D model, E experts, K experts a token, F ffn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer2.kernels.dispatch import combine_tokens, pack_tokens
+from composer2.kernels.dispatch import Packed, combine_tokens, pack_tokens
 from composer2.kernels.formats import MXFP8
 from composer2.kernels.grouped import grouped_mm
 from composer2.kernels.linear import Recipe, expert_linear
 from composer2.model.config import ModelConfig
 from composer2.model.layers import SwiGLU
 from composer2.model.router_replay import Selection, replay_selection
+
+
+class FeedForward(Protocol):
+    """The experts that lie here: rows sorted by expert, int32 running ends, codes of the rows or None -> rows."""
+
+    def __call__(self, rows_RD: torch.Tensor, offsets_E: torch.Tensor, codes: MXFP8 | None = None) -> torch.Tensor: ...
+
+
+Exchange = Callable[[Packed, FeedForward], torch.Tensor]
+"""(rows of the tokens here, sorted by expert of all E; the experts here) -> what the experts made of each row."""
 
 
 class Router(nn.Module):
@@ -97,19 +112,31 @@ class Experts(nn.Module):
         self.recipe: Recipe | None = None
         if config.expert_recipe != "native":
             self.recipe = Recipe(name=config.expert_recipe, order=config.nvfp4_order)
+        self.num_experts = experts
+        self.exchange: Exchange | None = None
+        self.localise: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x_TD: torch.Tensor, expert_ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Weighted sum over each token's experts, [T, D], in the dtype of the weights times that of x."""
-        gate_up: torch.Tensor = self.gate_up_proj
-        down: torch.Tensor = self.down_proj
+        gate_up, down = (
+            matrices if self.localise is None else self.localise(matrices)
+            for matrices in (self.gate_up_proj, self.down_proj)
+        )
         if torch.is_autocast_enabled(x_TD.device.type):
             dtype = torch.get_autocast_dtype(x_TD.device.type)
             x_TD = x_TD.to(dtype)
             if self.recipe is None:
                 gate_up, down = gate_up.to(dtype), down.to(dtype)
-        packed = pack_tokens(x_TD, expert_ids_TK, len(down), wire=self.wire)
-        gate, up = self.product(packed.rows_RD, gate_up, packed.offsets_E, packed.codes).chunk(2, dim=-1)
-        rows = self.product(F.silu(gate) * up, down, packed.offsets_E)
+
+        def feed_forward(rows_RD: torch.Tensor, offsets_E: torch.Tensor, codes: MXFP8 | None = None) -> torch.Tensor:
+            gate, up = self.product(rows_RD, gate_up, offsets_E, codes).chunk(2, dim=-1)
+            return self.product(F.silu(gate) * up, down, offsets_E)
+
+        packed = pack_tokens(x_TD, expert_ids_TK, self.num_experts, wire=self.wire)
+        if self.exchange is None:
+            rows = feed_forward(packed.rows_RD, packed.offsets_E, packed.codes)
+        else:
+            rows = self.exchange(packed, feed_forward)
         return combine_tokens(rows, packed, weights_TK)
 
     def product(

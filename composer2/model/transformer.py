@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer2.model.attention import Attend, CacheView, cache_view, document_mask, sdpa_attend, tree_mask
+from composer2.model.attention import Attend, CacheView, KeyView, cache_view, document_mask, sdpa_attend, tree_mask
 from composer2.model.block import Block
 from composer2.model.config import ModelConfig
 from composer2.model.gqa import window_mask
@@ -121,18 +121,20 @@ class Transformer(nn.Module):
         replay: ReplayConfig | None = None,
         with_logits: bool = True,
         visible_until_BT: torch.Tensor | None = None,
+        key_view: KeyView | None = None,
     ) -> ModelOutput:
         """Whole rows. Without documents a row is one document; without positions each document counts from 0.
 
         Attention is causal within equal document ids; -1 is padding. With `visible_until_BT` rows are prefix trees in
         depth-first order: token i sees j when j <= i < visible_until[j], and positions have to be given. `routes_BTLK`
         replays recorded experts (rows of -1 route freely). `with_logits=False` saves the head: apply `lm_head` to the
-        hidden states you need.
+        hidden states you need. `key_view` replaces the masks where rows are spread over processes: the arguments then
+        describe the tokens that lie here, positions have to be given, and documents only tell padding.
         """
         token_ids_BT = token_ids_BT.long()
         routes = None if routes_BTLK is None else check_routes(routes_BTLK, token_ids_BT, self.config)
         tau = 0.0 if replay is None else replay.tau
-        x_BTD, rope, masks = self._open(token_ids_BT, position_ids_BT, document_ids_BT, visible_until_BT)
+        x_BTD, rope, masks = self._open(token_ids_BT, position_ids_BT, document_ids_BT, visible_until_BT, key_view)
         selections: list[Selection] = []
         for layer in self.layers:
             layer_routes = None if routes is None else routes[:, :, min(len(selections), routes.shape[2] - 1)]
@@ -272,9 +274,12 @@ class Transformer(nn.Module):
         position_ids_BT: torch.Tensor | None,
         document_ids_BT: torch.Tensor | None,
         visible_until_BT: torch.Tensor | None,
+        key_view: KeyView | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]:
         x_BTD = self.embed_tokens(token_ids_BT)
-        rope, masks = self._geometry(token_ids_BT, position_ids_BT, document_ids_BT, x_BTD.dtype, visible_until_BT)
+        rope, masks = self._geometry(
+            token_ids_BT, position_ids_BT, document_ids_BT, x_BTD.dtype, visible_until_BT, key_view
+        )
         return x_BTD, rope, masks
 
     def _geometry(
@@ -284,18 +289,25 @@ class Transformer(nn.Module):
         document_ids_BT: torch.Tensor | None,
         dtype: torch.dtype,
         visible_until_BT: torch.Tensor | None = None,
+        key_view: KeyView | None = None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Rotary tables, and the attention masks of full and of windowed layers."""
         named = {"position_ids": position_ids_BT, "document_ids": document_ids_BT, "visible_until": visible_until_BT}
         for name, given in named.items():
             if given is not None and given.shape != token_ids_BT.shape:
                 raise ValueError(f"{name} has shape {tuple(given.shape)}, accepted is {tuple(token_ids_BT.shape)}")
-        if visible_until_BT is not None and position_ids_BT is None:
-            raise ValueError("position_ids is None, accepted with visible_until is the depth of every token")
+        if (visible_until_BT is not None or key_view is not None) and position_ids_BT is None:
+            raise ValueError(
+                "position_ids is None, accepted with visible_until or key_view are depths of tokens"
+            )
+        if key_view is not None and self.config.sliding_window is not None:
+            raise ValueError("key_view is given, accepted is None with windowed layers")
         if position_ids_BT is None:
             position_ids_BT = positions_of(document_ids_BT if document_ids_BT is not None else token_ids_BT[:1] * 0)
         mask: torch.Tensor | None
-        if visible_until_BT is not None:
+        if key_view is not None:
+            mask = key_view.mask()
+        elif visible_until_BT is not None:
             mask = tree_mask(visible_until_BT)
         else:
             mask = None if document_ids_BT is None else document_mask(document_ids_BT)
