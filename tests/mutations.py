@@ -58,8 +58,8 @@ MUTATIONS = [
     # Mask: prompts trained; the check of first tokens gone; the log-prob read from the token's own logits.
     Mutation(
         f"{RL}/advantage.py",
-        "loss_mask=segment.sampled.astype(bool),",
-        "loss_mask=np.arange(len(segment.sampled)) > 0,",
+        "    mask_T = segment.sampled.astype(bool)",
+        "    mask_T = np.arange(len(segment.sampled)) > 0",
         "tests/rl/test_advantage.py",
     ),
     Mutation(
@@ -152,17 +152,14 @@ MUTATIONS = [
     # Chain: only the last window trained; summaries left out.
     Mutation(
         f"{RL}/advantage.py",
-        "            if segment.sampled.any():",
+        "            if trained_T.any():",
         "            if segment is rollout.segments[-1]:",
         f"{FAULTS}/test_fault_43_summaries_fragment_the_chain.py",
     ),
     Mutation(
         f"{RL}/advantage.py",
-        "loss_mask=segment.sampled.astype(bool),",
-        "loss_mask=segment.sampled & ~np.isin(\n"
-        "            np.arange(len(segment.sampled)),\n"
-        "            [t for s in segment.spans if s.kind == 'summary' for t in range(s.start, s.stop)],\n"
-        "        ),",
+        "if not config.train_summaries:",
+        "if True:",
         f"{FAULTS}/test_fault_43_summaries_fragment_the_chain.py",
     ),
     # Packing and routes.

@@ -11,8 +11,7 @@ Choice: a summary is sampled, and trained, at the end of the window it sums up, 
 The next window quotes it as part of its prompt, not trained a second time.
 Choice: a window is closed while there is still room for a turn, its answers and a summary, so nothing is ever cut out
 of a window that a token was sampled on.
-Choice: the routes of a window are those its newest generation reported. An engine that recomputes its cache after a
-weight update routes old tokens anew, and the tokens sampled after that saw the new routes.
+`on_full = "truncate"` is a comparison: the oldest turns are dropped instead, and what they said is gone.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-
-import numpy as np
+from typing import Literal
 
 from composer2.env.grade import PodGrader
 from composer2.env.tools.files import Workspace
 from composer2.env.tools.registry import Toolbox
+from composer2.env.window import Window
 from composer2.types import (
     Generation,
     Grader,
@@ -40,8 +39,6 @@ from composer2.types import (
     RolloutStatus,
     Sampler,
     SamplingParams,
-    Segment,
-    Span,
     SpanKind,
     Task,
     Template,
@@ -66,8 +63,10 @@ class EpisodeLimits:
     """Tokens of all answers to one turn; longer ones are shortened before the model sees them."""
     context_budget: int = 320
     """Tokens of one context window, everything included."""
+    on_full: Literal["summarize", "truncate"] = "summarize"
+    """What a full window leads to: a summary (the report), or, for comparison, a window without the oldest turns."""
     max_summaries: int = 2
-    """Windows after the first one; 0 switches self-summaries off."""
+    """Summaries of an episode, one for each window after the first; 0 switches them off. Cuts have no cap."""
     max_summary_tokens: int = 48
     """Sampled tokens of one summary, stop token included."""
     run_timeout: float = 1.0
@@ -81,6 +80,8 @@ class EpisodeLimits:
         for name in ("max_turns", "max_tokens_per_turn", "max_calls_per_turn", "max_summary_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EpisodeLimits.{name} is {getattr(self, name)}, accepted is 1 or more")
+        if self.on_full not in ("summarize", "truncate"):
+            raise ValueError(f"EpisodeLimits.on_full is {self.on_full!r}, accepted is 'summarize' or 'truncate'")
         if self.max_summaries < 0:
             raise ValueError(f"EpisodeLimits.max_summaries is {self.max_summaries}, accepted is 0 or more")
         least = (SHORT_BYTES + 2) * (self.max_calls_per_turn + 1) + 1
@@ -90,7 +91,8 @@ class EpisodeLimits:
             )
         if self.run_timeout <= 0:
             raise ValueError(f"EpisodeLimits.run_timeout is {self.run_timeout}, accepted is above 0 seconds")
-        least = self.reserve(self.max_summary_tokens if self.max_summaries else 0)
+        can_summarize = self.on_full == "summarize" and self.max_summaries > 0
+        least = self.reserve(self.max_summary_tokens if can_summarize else 0)
         if self.context_budget <= least:
             raise ValueError(
                 f"EpisodeLimits.context_budget is {self.context_budget}, accepted is above {least}: "
@@ -105,6 +107,7 @@ class EpisodeLimits:
 class _Next(Enum):
     ACT = "act"
     SUMMARIZE = "summarize"
+    CUT = "cut"
     STOP = "stop"
 
 
@@ -112,51 +115,6 @@ def generation_seed(seed: int, segment: int, index: int) -> int:
     """Seed of the `index`-th generation of a segment: 62 bits that depend on nothing but the arguments."""
     digest = hashlib.blake2b(f"{seed}/{segment}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
-
-
-@dataclass
-class _Window:
-    """One context window while it grows."""
-
-    token_ids: list[int]
-    spans: list[Span] = field(default_factory=list)
-    generations: list[tuple[int, Generation]] = field(default_factory=list)
-    """Start of the sampled tokens, and what was sampled."""
-
-    def append(self, kind: SpanKind, token_ids: Sequence[int]) -> None:
-        start = len(self.token_ids)
-        self.token_ids.extend(map(int, token_ids))
-        if token_ids:
-            self.spans.append(Span(kind=kind, start=start, stop=len(self.token_ids)))
-
-    def append_sampled(self, kind: SpanKind, generation: Generation) -> list[int]:
-        self.generations.append((len(self.token_ids), generation))
-        ids: list[int] = np.asarray(generation.token_ids).tolist()
-        self.append(kind, ids)
-        return ids
-
-    def segment(self) -> Segment:
-        """The record to train on. Needs at least one generation, since only that says how many layers route."""
-        length = len(self.token_ids)
-        sampled = np.zeros(length, dtype=bool)
-        logprobs = np.zeros(length, dtype=np.float32)
-        versions = np.full(length, -1, dtype=np.int32)
-        for start, generation in self.generations:
-            rows = slice(start, start + len(generation.token_ids))
-            sampled[rows] = True
-            logprobs[rows] = generation.logprobs
-            versions[rows] = generation.policy_versions
-        newest = np.asarray(self.generations[-1][1].routes, dtype=np.int16)
-        routes = np.full((length, *newest.shape[1:]), -1, dtype=np.int16)
-        routes[: len(newest)] = newest
-        return Segment(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            sampled=sampled,
-            logprobs=logprobs,
-            policy_versions=versions,
-            routes=routes,
-            spans=tuple(self.spans),
-        )
 
 
 class _Episode:
@@ -181,7 +139,7 @@ class _Episode:
         self.workspace, self.toolbox = workspace, toolbox
         self.sampling = replace(sampling, stop_ids=template.stop_ids)
         self.summary_request = template.render_summary_request()
-        self.windows: list[_Window] = []
+        self.windows: list[Window] = []
         self.messages: list[Message] = [Message(role=Role.USER, content=task.instruction)]
         self.events = toolbox.events
         self.counts: Counter[str] = Counter()
@@ -193,6 +151,8 @@ class _Episode:
             step = self._next()
             if step is _Next.STOP or (step is _Next.SUMMARIZE and not await self._summarize()):
                 return RolloutStatus.CONTEXT_FULL
+            if step is _Next.CUT:
+                self._cut()
             if step is _Next.ACT:
                 status = await self._turn()
                 if status is not None:
@@ -200,18 +160,28 @@ class _Episode:
         return RolloutStatus.MAX_TURNS
 
     def _open(self, summary: Sequence[int] | None) -> None:
-        window = _Window(token_ids=[])
+        window = Window()
         window.append(SpanKind.PROMPT, self.template.render_prompt(self.task, summary=summary))
         self.windows.append(window)
 
     def _next(self) -> _Next:
         window = self.windows[-1]
+        cuts = self.limits.on_full == "truncate"
         is_last = self.counts["num_summaries"] >= self.limits.max_summaries
-        summary = 0 if is_last else len(self.summary_request) + self.limits.max_summary_tokens
+        summary = 0 if cuts or is_last else len(self.summary_request) + self.limits.max_summary_tokens
         if len(window.token_ids) + self.limits.reserve(summary) <= self.limits.context_budget:
             return _Next.ACT
+        if cuts:
+            return _Next.CUT if window.turn_starts else _Next.STOP
         # A window without a turn holds nothing to sum up: another summary would not make it shorter.
         return _Next.STOP if is_last or not window.generations else _Next.SUMMARIZE
+
+    def _cut(self) -> None:
+        """Go on in a window without the oldest turns."""
+        self.events["context_cut"] += 1
+        self.sampler.release(f"{self.session}/{len(self.windows) - 1}")
+        room = self.limits.context_budget - self.limits.reserve(0)
+        self.windows.append(self.windows[-1].without_oldest(self.template.render_prompt(self.task), room))
 
     async def _sample(self, kind: SpanKind, max_tokens: int) -> tuple[Generation, list[int]]:
         window, index = self.windows[-1], len(self.windows) - 1

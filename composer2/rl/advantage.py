@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 
 from composer2.rl.kl import KLConfig, chain_kl_advantages
-from composer2.types import Group, Rollout, RolloutStatus, Sample, Segment
+from composer2.types import Group, Rollout, RolloutStatus, Sample, Segment, SpanKind
 
 Baseline = Literal["dr_grpo", "grpo", "rloo"]
 BASELINES: tuple[Baseline, ...] = ("dr_grpo", "grpo", "rloo")
@@ -49,6 +49,9 @@ class AdvantageConfig:
     """Divide every token's advantage, its KL term included, by the sampled tokens of its whole rollout (GRPO)."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference, as a per-token term of the advantage."""
+    train_summaries: bool = True
+    """Summaries take the chain's advantage like every sampled token (row R3); False leaves them out of the loss, a
+    control experiment."""
     max_token_age: int | None = None
     """Rollouts with an older token (trainer version minus token version) are withheld from the loss; None: never."""
 
@@ -159,21 +162,37 @@ def group_samples(
             kl_terms = [np.zeros(len(segment.token_ids)) for segment in rollout.segments]
         divisor = sum(int(segment.sampled.sum()) for segment in rollout.segments) if config.length_norm else 1
         for segment, kl_term_T in zip(rollout.segments, kl_terms, strict=True):
-            if segment.sampled.any():
+            trained_T = trained_tokens(segment, config)
+            if trained_T.any():
                 advantages_T = (advantages_G[index] + kl_term_T) / divisor
-                sample = segment_sample(segment, advantages_T, temperature=temperature)
+                sample = segment_sample(segment, advantages_T, trained=trained_T, temperature=temperature)
                 samples.append(replace(sample, group=group_index))
     return samples
 
 
-def segment_sample(segment: Segment, advantages: float | np.ndarray, *, temperature: float = 1.0) -> Sample:
-    """A segment as a sample: `advantages` (one number, or [T]) at its sampled tokens and 0 elsewhere."""
+def trained_tokens(segment: Segment, config: AdvantageConfig) -> np.ndarray:
+    """bool [T]: the sampled tokens, without those of summaries when `config.train_summaries` is False."""
+    mask_T = segment.sampled.astype(bool)
+    if not config.train_summaries:
+        for span in segment.spans:
+            if span.kind is SpanKind.SUMMARY:
+                mask_T[span.start : span.stop] = False
+    return mask_T
+
+
+def segment_sample(
+    segment: Segment, advantages: float | np.ndarray, *, trained: np.ndarray | None = None, temperature: float = 1.0
+) -> Sample:
+    """A segment as a sample: `advantages` (one number, or [T]) at its trained tokens and 0 elsewhere.
+
+    `trained`: bool [T], some of the sampled tokens; None for all of them."""
     if len(segment.sampled) and segment.sampled[0]:
         raise ValueError("Segment.sampled[0] is True, accepted is False: the first token has no context to score it")
+    loss_mask_T = segment.sampled.astype(bool) if trained is None else trained
     return Sample(
         token_ids=segment.token_ids,
-        loss_mask=segment.sampled.astype(bool),
-        advantages=np.where(segment.sampled, advantages, 0.0).astype(np.float32),
+        loss_mask=loss_mask_T,
+        advantages=np.where(loss_mask_T, advantages, 0.0).astype(np.float32),
         behaviour_logprobs=np.where(segment.sampled, segment.logprobs, 0.0).astype(np.float32),
         policy_versions=segment.policy_versions,
         routes=segment.routes,

@@ -30,7 +30,7 @@ import torch
 
 from composer2.model.router_replay import ReplayConfig
 from composer2.model.transformer import Transformer
-from composer2.rl.advantage import AdvantageConfig, counts_in_group, group_samples, is_withheld
+from composer2.rl.advantage import AdvantageConfig, counts_in_group, group_samples, is_withheld, trained_tokens
 from composer2.rl.kl import estimate
 from composer2.rl.loss import (
     LossConfig,
@@ -308,5 +308,5 @@ def train_step(
     counted = [
         r for g in groups for r in g.rollouts if counts_in_group(r) and not is_withheld(r, config.advantage, step)
     ]
-    num_tokens = sum(int(segment.sampled.sum()) for rollout in counted for segment in rollout.segments)
+    num_tokens = sum(int(trained_tokens(s, config.advantage).sum()) for rollout in counted for s in rollout.segments)
     return update(model, optimizer, samples, config, step, num_tokens=num_tokens) | measured

@@ -202,6 +202,44 @@ def test_summary_without_end_is_used_and_counted(fakes):
     assert tokenizer.decode(second.token_ids[p - 1 : -1].tolist()) == "<|summary|>01234567<|end|><|agent|>"
 
 
+def test_a_harness_that_cuts_drops_the_oldest_turns(fakes):
+    """Turn and answers are 8 + 6 tokens; 16 + 1 + 51 must stay free, which leaves 19 for old turns: one of them."""
+    tokenizer = fakes.ByteTokenizer()
+    prompt = TinyTemplate(tokenizer).render_prompt(fakes.make_task())
+    p = len(prompt)
+    turns = [f"<|edit|>2<|sep|>3<|sep|>{digit}<|run|><|end|>" for digit in (5, 6, 7)] + [FIX_AND_RUN]
+    limits = chain_limits(p) | {"on_full": "truncate", "context_budget": p + 19 + 68, "max_turns": 4}
+    rollout, sampler, *_ = play(fakes, turns, **limits)
+    assert (rollout.status, rollout.passed) == (RolloutStatus.MAX_TURNS, True)
+    assert rollout.events == {"context_cut": 2}
+    assert rollout.stats.num_summaries == 0
+    scripted = [tokenizer.ids(turn) for turn in turns]
+    answers = tokenizer.ids("<|result|><|ok|><|result|><|fail|>2<|agent|>")
+    a, b, c = (segment.token_ids.tolist() for segment in rollout.segments)
+    assert a == prompt + scripted[0] + answers + scripted[1] + answers
+    assert b == prompt + scripted[1] + answers + scripted[2] + answers
+    assert c == prompt + scripted[2] + answers + scripted[3]
+    assert [kind for kind, *_ in spans(rollout.segments[1])] == ["prompt", "action", "result"]
+    # every sampled token is trained once: where it was sampled, not where an old turn is shown again
+    assert [i for s in rollout.segments for i in s.token_ids[s.sampled].tolist()] == [
+        i for ids in scripted for i in ids
+    ]
+    assert [request[2] for request in sampler.requests] == ["s/0", "s/0", "s/1", "s/2"]
+    assert sampler.released == ["s/0", "s/1", "s/2"]
+
+
+def test_a_turn_that_does_not_fit_is_dropped_whole(fakes):
+    tokenizer = fakes.ByteTokenizer()
+    prompt = TinyTemplate(tokenizer).render_prompt(fakes.make_task())
+    p = len(prompt)
+    limits = chain_limits(p) | {"on_full": "truncate", "context_budget": p + 13 + 68}
+    rollout, *_ = play(fakes, [WRONG_AND_RUN, "<|end|>"], **limits)
+    assert rollout.segments[1].token_ids.tolist() == [*prompt, tokenizer.special_id("end")]
+    # and a prompt that leaves no room ends the episode: a cut would not make it shorter
+    rollout, sampler, *_ = play(fakes, [], **(limits | {"context_budget": p - 1 + 68}))
+    assert (rollout.status, rollout.events, sampler.requests) == (RolloutStatus.CONTEXT_FULL, {}, [])
+
+
 def test_prompt_that_leaves_no_room(fakes):
     limits = {"max_tokens_per_turn": 16, "max_result_tokens": 51, "max_summary_tokens": 8, "context_budget": 100}
     rollout, sampler, *_ = play(fakes, [], **limits)
@@ -309,13 +347,14 @@ def test_the_same_harness_serves_json_calls(fakes):
     [
         ("max_turns", 0),
         ("max_summaries", -1),
+        ("on_full", "forget"),
         ("run_timeout", 0.0),
         ("max_result_tokens", 50),
         ("context_budget", 32 + 1 + 64 + 48),
     ],
 )
 def test_limits_are_checked(field, value):
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}"):
         EpisodeLimits(**{field: value})
 
 

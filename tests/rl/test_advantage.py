@@ -1,5 +1,7 @@
 """Advantages by hand: baseline, what counts, chains, the KL term."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from composer2.rl.advantage import AdvantageConfig, group_advantages, group_samples, is_degenerate
 from composer2.rl.kl import KLConfig
-from composer2.types import RolloutStatus
+from composer2.types import RolloutStatus, Span, SpanKind
 
 rewards_lists = st.lists(st.floats(-10, 10, allow_nan=False), min_size=2, max_size=8)
 
@@ -65,6 +67,25 @@ def test_every_sampled_token_of_a_chain_gets_the_advantage(build):
         assert (sample.advantages[part.sampled] == 0.5).all()
         assert (sample.advantages[~part.sampled] == 0).all()
     assert samples[3].advantages.tolist() == [0, 0, 0, -0.5]
+
+
+def test_summaries_can_be_left_out_of_the_loss_as_a_control(build):
+    """Window 0: an action at 3 and 4, a summary at 5 to 7. Window 1: nothing but a summary. Window 2: an action."""
+    spans = (
+        (Span(kind=SpanKind.ACTION, start=3, stop=5), Span(kind=SpanKind.SUMMARY, start=5, stop=8)),
+        (Span(kind=SpanKind.SUMMARY, start=4, stop=6),),
+        (Span(kind=SpanKind.ACTION, start=2, stop=4),),
+    )
+    sizes = ((8, 5), (6, 2), (4, 2))
+    chain = [replace(build.segment(*size), spans=kinds) for size, kinds in zip(sizes, spans, strict=True)]
+    group = build.group([1.0, 0.0], segments=[chain, (build.segment(4, 1),)])
+    first, last, _ = group_samples(group, AdvantageConfig(train_summaries=False))
+    assert first.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 3
+    assert first.advantages.tolist() == [0, 0, 0, 0.5, 0.5, 0, 0, 0]
+    assert last.advantages.tolist() == [0, 0, 0.5, 0.5]
+    assert (first.behaviour_logprobs == chain[0].logprobs).all()
+    # by default they take the advantage of the chain
+    assert [s.advantages.sum() for s in group_samples(group, AdvantageConfig())] == [2.5, 1.0, 1.0, -0.5]
 
 
 def test_truncated_rollouts_are_trained_and_counted(build):

@@ -20,6 +20,7 @@ from composer2.rl.train import (
     trained_logprobs,
     update,
 )
+from composer2.types import Span, SpanKind
 
 CONFIG = RLConfig(
     prompts_per_step=2,
@@ -253,3 +254,33 @@ def test_tokens_of_groups_without_gradient_stay_in_the_token_normaliser(policy):
         moved.append({name: tensor - before[name] for name, tensor in policy.weights(model).items()})
     assert moved[0]["lm_head.weight"].abs().max() > 1e-4
     torch.testing.assert_close(moved[0]["lm_head.weight"], 2 * moved[1]["lm_head.weight"], atol=1e-6, rtol=1e-4)
+
+
+def test_the_token_normaliser_counts_trained_tokens_alone(policy):
+    """The last token of every window called a summary and left out of the loss is left out of the divisor too."""
+    sampler = policy.engine(policy.model())
+    scored = score_groups([policy.group(sampler, f"task{seed}", 4, seed=seed) for seed in range(6)], CONFIG, 0, 0)
+    mixed = next(g for g in scored if len({r.reward for r in g.rollouts}) > 1)
+
+    def summed_up(rollout):
+        parts = []
+        for segment in rollout.segments:
+            last = int(np.flatnonzero(segment.sampled)[-1])
+            span = Span(kind=SpanKind.SUMMARY, start=last, stop=last + 1)
+            parts.append(replace(segment, spans=(span,)))
+        return replace(rollout, segments=tuple(parts))
+
+    group = replace(mixed, rollouts=tuple(summed_up(rollout) for rollout in mixed.rollouts))
+    config = replace(CONFIG, loss=LossConfig(normaliser="tokens"), grad_clip=1e9)
+    config = replace(config, advantage=AdvantageConfig(train_summaries=False))
+    sampled = sum(int(segment.sampled.sum()) for rollout in group.rollouts for segment in rollout.segments)
+    model, by_hand = policy.model(), policy.model()
+    before = policy.weights(model)
+    train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), [group], config, step=0)
+    samples = group_samples(group, config.advantage, policy_version=0)
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert 0 < trained == sampled - len(samples)
+    update(by_hand, torch.optim.SGD(by_hand.parameters(), lr=1.0), samples, config, 0, num_tokens=trained)
+    moved = [policy.weights(m)["lm_head.weight"] - before["lm_head.weight"] for m in (model, by_hand)]
+    assert moved[0].abs().max() > 1e-4
+    torch.testing.assert_close(moved[0], moved[1], atol=1e-7, rtol=1e-4)
