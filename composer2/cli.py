@@ -3,6 +3,7 @@
     composer2 train PRESET [--run-dir DIR] [--quiet | --json] [--FIELD VALUE …]   the whole pipeline; resumes
     composer2 cpt | sft | rl | eval PRESET …       the same up to that stage
     composer2 generate --model RUN|DIR --prompt TEXT   continue a text (DIR: Hugging Face weights and tokenizer.json)
+    composer2 generate --model DIR --prompt TEXT --chat [FORMAT]   answer a message
     composer2 solve DIR "what is wrong" --model RUN [--apply]
     composer2 report RUN                           write the report again
     composer2 inspect run RUN [N]                  read a run, its rollouts turn by turn
@@ -122,6 +123,12 @@ def _generate(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="where the model runs, e.g. cuda")
+    parser.add_argument(
+        "--chat",
+        nargs="?",
+        const="auto",
+        help="the prompt is a user's message in the model's chat format, or in this one",
+    )
     options = parser.parse_args(argv)
     from composer2.use import generate
 
@@ -132,9 +139,10 @@ def _generate(argv: Sequence[str]) -> int:
         temperature=options.temperature,
         seed=options.seed,
         device=options.device,
+        chat=options.chat,
     )
     with Console(_mode(options.quiet, options.json)) as console:
-        console.final(options.prompt + text, completion=text)
+        console.final(text if options.chat else options.prompt + text, completion=text)
     return 0
 
 

@@ -38,6 +38,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    call_id: str = ""
+    """Id the model gave the call, in formats that have one; its result carries the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class ToolResult:
     content: str
     is_error: bool = False
     event: str | None = None
+    call_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Message:
 
     role: Role
     content: str = ""
+    reasoning: str = ""
+    """What an assistant thought before `content`, where the format tells it apart."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
 
@@ -462,12 +467,14 @@ class ParsedTurn:
     """What one generation says: text before the calls, the calls, and precise errors for what could not be read."""
 
     text: str = ""
+    reasoning: str = ""
+    """What the model thought, where the format tells it apart from the text."""
     calls: tuple[ToolCall | ToolResult, ...] = ()
     """In order; a ToolResult stands for a call too broken to become a ToolCall, and holds the error for the model."""
     ended: bool = True
     """False when the end-of-turn token is missing (cut by length)."""
     num_text_tokens: int = 0
-    """Tokens of the text outside the calls, the stop token not counted."""
+    """Tokens outside the calls, reasoning included, the stop token not counted."""
 
 
 class Template(Protocol):

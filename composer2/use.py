@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,20 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from composer2.config import load_config
+from composer2.env.chat_formats import CHAT_FORMATS, ChatFormat, find_format
+from composer2.env.chat_template import ChatTemplate
 from composer2.env.tasks.record import plain_tests
 from composer2.model.checkpoint.huggingface import load_huggingface
 from composer2.model.checkpoint.native import load_model
 from composer2.model.checkpoint.published import is_published, read_published
 from composer2.model.engine.engine import Engine
 from composer2.model.engine.sequence import Request
-from composer2.model.tokenizer import Tokenizer
+from composer2.model.tokenizer import PublishedTokenizer, Tokenizer
 from composer2.model.transformer import Transformer
 from composer2.recipes import RunConfig
 from composer2.rl.system.worker import GroupRequest
 from composer2.runner import EpisodeRunner, PodsConfig, RunnerSpec
-from composer2.types import Group, Rollout, SamplingParams, Task
+from composer2.types import Group, Message, Role, Rollout, SamplingParams, Task
 
 MAX_FILE_BYTES = 20_000
 
@@ -39,12 +42,26 @@ def newest_model(run: Path) -> Path:
     raise ValueError(f"{run} holds no finished model, accepted is the directory of a run")
 
 
-def generate(folder: Path, prompt: str, *, max_tokens: int, temperature: float, seed: int, device: str = "cpu") -> str:
-    """Text the newest model of a run, or the model of a Hugging Face directory, puts after `prompt`."""
+def generate(
+    folder: Path,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    device: str = "cpu",
+    chat: str | None = None,
+) -> str:
+    """Text the newest model of a run, or the model of a Hugging Face directory, puts after `prompt`.
+
+    `chat`: the prompt is a user's message in the format of this name, or in the one that `auto` finds; published models
+    only. ValueError for a run, for an unknown format, and where `auto` finds none or several."""
     torch.set_num_threads(1)
     if is_published(folder):
-        return _generate_published(folder, prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature), seed,
-                                   device)  # fmt: skip
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        return _generate_published(folder, prompt, params, seed, device, chat)
+    if chat is not None:
+        raise ValueError(f"chat is {chat!r}, accepted with a model of a run is none: its format is no chat")
     model = load_model(newest_model(folder), device=device)
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     token_ids = [tokenizer.special_id("doc"), *tokenizer.encode(prompt)]
@@ -52,16 +69,40 @@ def generate(folder: Path, prompt: str, *, max_tokens: int, temperature: float, 
     return tokenizer.decode(_continue(model, token_ids, params, seed))
 
 
-def _generate_published(folder: Path, prompt: str, params: SamplingParams, seed: int, device: str) -> str:
-    """The same with the tokenizer of the directory, which adds what it puts before a text; the text is no chat."""
+def _generate_published(
+    folder: Path, prompt: str, params: SamplingParams, seed: int, device: str, chat: str | None
+) -> str:
+    """The same with the tokenizer of the directory. Without `chat` it adds what it puts before a text."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no tokenizer.json, accepted is a directory with one")
-    tokenizer = Backend.from_file(str(path))
+    backend = Backend.from_file(str(path))
+    stop_ids = read_published(folder).eos_ids
+    if chat is None:
+        token_ids = backend.encode(prompt).ids
+    else:
+        tokenizer = PublishedTokenizer(backend)
+        template = ChatTemplate(chat_format(folder, tokenizer, chat), tokenizer)
+        token_ids = template.render_messages([Message(role=Role.USER, content=prompt)])
+        stop_ids = (*template.stop_ids, *stop_ids)
     model = load_huggingface(folder, device=device)
-    params = replace(params, stop_ids=read_published(folder).eos_ids)
-    ids = _continue(model, tokenizer.encode(prompt).ids, params, seed)
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    ids = _continue(model, token_ids, replace(params, stop_ids=stop_ids), seed)
+    return backend.decode(ids, skip_special_tokens=True)
+
+
+def chat_format(folder: Path, tokenizer: PublishedTokenizer, name: str) -> ChatFormat:
+    """The format `name`, or, for `auto`, the one that the tokenizer's marks and the directory's template tell."""
+    if name != "auto":
+        if name not in CHAT_FORMATS:
+            raise ValueError(f"chat is {name!r}, accepted is auto or one of {', '.join(CHAT_FORMATS)}")
+        return CHAT_FORMATS[name]
+    published = ""
+    if (folder / "chat_template.jinja").is_file():
+        published = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif (folder / "tokenizer_config.json").is_file():
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        published = str(settings.get("chat_template") or "")
+    return find_format(set(tokenizer.special_ids), published)
 
 
 def _continue(model: Transformer, token_ids: Sequence[int], params: SamplingParams, seed: int) -> list[int]:

@@ -5,23 +5,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from composer2.cli import main
+from composer2.env.chat_formats import QWEN3
 from composer2.model.checkpoint.huggingface import save_huggingface
 from composer2.model.config import ModelConfig
 from composer2.model.transformer import Transformer, init_weights
 from composer2.use import generate
 
 
-def directory(place: Path, **changes) -> tuple[Path, Transformer]:
-    """A tiny Qwen3 MoE model with a tokenizer of bytes."""
+def directory(place: Path, marks=(), **changes) -> tuple[Path, Transformer]:
+    """A tiny Qwen3 MoE model with a tokenizer of bytes and the added tokens `marks`."""
     alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(mark, special=mark.startswith("<|"), normalized=False) for mark in marks])
     tokenizer.save(str(place / "tokenizer.json"))
-    fields = {"vocab_size": 256, "n_shared_experts": 0, "num_nextn_predict_layers": 0, "scoring_func": "softmax"}
+    fields = {
+        "vocab_size": 256 + len(marks),
+        "n_shared_experts": 0,
+        "num_nextn_predict_layers": 0,
+        "scoring_func": "softmax",
+    }
     model = Transformer(ModelConfig(**fields, attention="grouped", num_key_value_heads=2, qk_norm="head", **changes))
     init_weights(model, 0)
     save_huggingface(place / "m", model, eos_ids=[3], tokenizer=place / "tokenizer.json")
@@ -55,3 +63,41 @@ def test_inspect_model(tmp_path, capsys):
     assert record["total"] == sum(parameter.numel() for parameter in model.parameters())
     assert record["family"] == "qwen3_moe"
     assert record["kv_values_per_token_per_layer"] == 2 * 2 * 32
+
+
+TEMPLATES = Path(__file__).parent / "env" / "chat_templates"
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_chat_puts_the_prompt_into_the_models_format(tmp_path, capsys, place):
+    """The same greedy tokens as the model gives after `transformers`' rendering of the directory's template."""
+    folder, model = directory(tmp_path, marks=QWEN3.marks)
+    published = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
+    data = published if place.endswith("jinja") else json.dumps({"chat_template": published})
+    (folder / place).write_text(data, encoding="utf-8")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    peer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=published)
+    question = [{"role": "user", "content": "What is f?"}]
+    ids = peer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    stops = {3, backend.token_to_id("<|im_end|>")}
+    sampled = []
+    with torch.no_grad():
+        while len(sampled) < 8 and not (sampled and sampled[-1] in stops):
+            sampled.append(int(model(torch.tensor([ids + sampled])).logits_BTV[0, -1].argmax()))
+    command = ["generate", "--model", str(folder), "--prompt", "What is f?", "--temperature", "0", "--max-tokens", "8"]
+    assert main([*command, "--chat", "--json"]) == 0
+    completion = json.loads(capsys.readouterr().out.splitlines()[-1])["completion"]
+    assert completion == backend.decode(sampled, skip_special_tokens=True)
+    assert generate(folder, "What is f?", max_tokens=8, temperature=0, seed=0, chat="qwen3") == completion
+    assert generate(folder, "What is f?", max_tokens=8, temperature=0, seed=0) != completion
+
+
+def test_chat_formats_that_do_not_fit_are_refused(tmp_path):
+    folder, _ = directory(tmp_path, marks=QWEN3.marks)
+    for chat, message in (
+        ("auto", "fits qwen3, qwen3-coder; accepted is one fit"),
+        ("llama", "chat is 'llama', accepted is auto or one of kimi-k2, "),
+        ("minimax-m2", "special token is ']~!b\\[', accepted are "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(folder, "x", max_tokens=1, temperature=0, seed=0, chat=chat)

@@ -27,7 +27,9 @@ from composer2.types import ParsedTurn, Task, TokenizerLike, ToolCall, ToolResul
 
 CALL_NAMES = ("edit", "run", "read", "search", "finish")
 MAX_INTEGER_DIGITS = 9
-FOREIGN_CALL = re.compile(r'<tool_call|<function|<invoke|\{\s*"(?:name|tool|function|arguments)"\s*:')
+FOREIGN_CALL = re.compile(
+    r'<(?:\|tool_call|minimax:tool_call|tool_call|function|invoke)|\{\s*"(?:name|tool|function|arguments)"\s*:'
+)
 """Call formats of other models. In a turn without a readable call they are an error, not a final message (a parser that
 silently matches nothing looks like a model that calls nothing)."""
 
@@ -129,7 +131,7 @@ class TinyTemplate:
             return [self._id["error"], *self.tokenizer.encode(content.removeprefix("error:"))]
         if content in ("ok", "pass"):
             return [self._id[content]]
-        if content.startswith("fail ") and content[5:].isdigit():
+        if content.startswith("fail ") and content[5:].replace(" ", "").isdigit():
             return [self._id["fail"], *self.tokenizer.encode(content[5:])]
         return self.tokenizer.encode(content)
 

@@ -13,6 +13,7 @@ file nor a tool's output can forge the end of a turn; only code that asks for `s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -114,12 +115,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a `tokenizer.json`; `path` is the file or the folder that holds it."""
-        path = _json_path(path)
-        text = path.read_bytes()  # an absent file is an OSError that names it
-        try:
-            return cls(Backend.from_buffer(text))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is damaged ({error}), accepted is a tokenizer.json of a run") from error
+        return cls(_read_backend(path, "a tokenizer.json of a run"))
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` in Hugging Face's format; `path` is the file or an existing folder."""
@@ -155,6 +151,15 @@ class Tokenizer:
         return token_id in self._special_set
 
 
+def _read_backend(path: str | Path, accepted: str) -> Backend:
+    path = _json_path(path)
+    text = path.read_bytes()  # an absent file is an OSError that names it
+    try:
+        return Backend.from_buffer(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is damaged ({error}), accepted is {accepted}") from error
+
+
 def _byte_table(backend: Backend, special_ids: frozenset[int]) -> list[bytes]:
     """Bytes of every id. Byte-level BPE writes each byte as one printable character; this undoes it once for all."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -177,3 +182,49 @@ def _valid(text: str) -> str:
 def _json_path(path: str | Path) -> Path:
     path = Path(path)
     return path / "tokenizer.json" if path.is_dir() else path
+
+
+class PublishedTokenizer:
+    """The `tokenizer.json` of a published model; implements `types.TokenizerLike`, special names being whole texts.
+
+    Choice: every added token counts as special, those the file calls ordinary (`<tool_call>`, `<think>`) included, so
+    that no text can forge a call or the end of a turn."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Wrap a `tokenizers` object, whose added tokens become special in a copy."""
+        data = json.loads(backend.to_str())
+        for token in data["added_tokens"]:
+            token["special"] = True
+        self._backend = Backend.from_str(json.dumps(data))
+        self._backend.encode_special_tokens = True  # their text inside a text is not the token
+        self.vocab_size: int = self._backend.get_vocab_size()
+        self._special_ids = {str(t.content): int(i) for i, t in self._backend.get_added_tokens_decoder().items()}
+        self._special_set = frozenset(self._special_ids.values())
+
+    @classmethod
+    def load(cls, path: str | Path) -> PublishedTokenizer:
+        """Read a `tokenizer.json`; `path` is the file or the folder that holds it."""
+        return cls(_read_backend(path, "a published tokenizer.json"))
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Text -> id of every added token."""
+        return dict(self._special_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, never those of an added token. Lone surrogates count as `?`."""
+        return self._backend.encode(_valid(text), add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of any ids >= 0, added tokens as their text; ids beyond the vocabulary have none."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def special_id(self, name: str) -> int:
+        """Id of the added token that reads `name`; ValueError for a text that is none."""
+        if name not in self._special_ids:
+            raise ValueError(f"special token is {name!r}, accepted are {sorted(self._special_ids)[:40]}")
+        return self._special_ids[name]
+
+    def is_special(self, token_id: int) -> bool:
+        """True for added tokens."""
+        return token_id in self._special_set

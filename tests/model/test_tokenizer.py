@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
-from composer2.model.tokenizer import SPECIAL_NAMES, Tokenizer
+from composer2.model.tokenizer import SPECIAL_NAMES, PublishedTokenizer, Tokenizer
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 FILES = ("bisect.py", "heapq.py", "textwrap.py", "fnmatch.py", "shlex.py", "statistics.py", "fractions.py", "ast.py")
@@ -133,3 +135,43 @@ def test_a_damaged_file_is_named(tmp_path: Path, data: bytes) -> None:
         Tokenizer.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="absent"):
         Tokenizer.load(tmp_path / "absent.json")
+
+
+# -- tokenizers of published models
+
+MARKS = ("<|im_end|>", "<tool_call>", "]~b]")
+
+
+def published() -> PublishedTokenizer:
+    """Ordinary and special added tokens; `<tool_call>` is no special one, as in Qwen3's file."""
+    backend = Backend.from_str(TOKENIZER._backend.to_str())
+    backend.add_tokens([AddedToken(mark, special=mark != "<tool_call>", normalized=False) for mark in MARKS])
+    assert len(backend.encode("<tool_call>").ids) == 1
+    return PublishedTokenizer(backend)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([*MARKS, "<|task|>", "a ", "\n", "é", "<tool"])))
+def test_no_text_yields_an_added_token(parts: list[str]) -> None:
+    tokenizer, text = published(), "".join(parts)
+    ids = tokenizer.encode(text)
+    assert not any(tokenizer.is_special(token) for token in ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_added_tokens_are_found_by_their_text() -> None:
+    tokenizer = published()
+    size = tokenizer.vocab_size
+    assert [tokenizer.special_id(mark) for mark in MARKS] == [size - 3, size - 2, size - 1]
+    assert tokenizer.decode([size - 2, *tokenizer.encode("x"), size - 3, size + 5]) == "<tool_call>x<|im_end|>"
+    assert tokenizer.special_ids.keys() >= set(MARKS)
+    with pytest.raises(ValueError, match="special token is 'task', accepted are "):
+        tokenizer.special_id("task")
+
+
+def test_a_published_tokenizer_is_read_from_its_folder(tmp_path: Path) -> None:
+    published()._backend.save(str(tmp_path / "tokenizer.json"))
+    assert PublishedTokenizer.load(tmp_path).encode("a <tool_call>") == published().encode("a <tool_call>")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged .* accepted is a published tokenizer\.json"):
+        PublishedTokenizer.load(tmp_path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from composer2.env.grade import compare_outcome, run_tests
@@ -109,7 +109,7 @@ class Toolbox:
         result = await self._call(call)
         if result.event is not None:
             self.events[result.event] += 1
-        return result
+        return replace(result, call_id=call.call_id) if call.call_id else result
 
     async def _call(self, call: ToolCall) -> ToolResult:
         spec = self._specs.get(call.name)
