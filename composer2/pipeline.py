@@ -16,9 +16,12 @@ checkpoint is dropped: asynchronous rollouts differ.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -259,3 +262,21 @@ def run_stages(run: Run, *, last: str = "report") -> bool:
     finally:
         run.close()
     return True
+
+
+def adopt_start(folder: Path, start: Path) -> None:
+    """Make `folder` a run whose fine-tuned policy is that of the run `start`, so that `run_stages` trains none.
+
+    ValueError when `start` has no fine-tuned policy, or `folder` has one of its own or of another run."""
+    policy, tokenizer = start / "models" / "sft", start / "tokenizer.json"
+    if not (policy.is_dir() and tokenizer.is_file()):
+        raise ValueError(f"start is {start}, accepted is a run folder with models/sft and tokenizer.json")
+    mark = folder / "stages" / "sft.json"
+    known = json.loads(mark.read_text(encoding="utf-8")).get("adopted_from") if mark.exists() else str(start)
+    if known != str(start):
+        raise ValueError(f"{folder} holds a policy of {known or 'its own'}, accepted is the same start or a new folder")
+    shutil.copytree(policy, folder / "models" / "sft", dirs_exist_ok=True)
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    (folder / "stages").mkdir(parents=True, exist_ok=True)
+    for stage in STAGES[: STAGES.index("sft") + 1]:
+        write_json(folder / "stages" / f"{stage}.json", {"adopted_from": str(start)})

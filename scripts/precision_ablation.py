@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,7 @@ from composer2.model.pretrain.config import CptConfig, MtpConfig
 from composer2.model.pretrain.loop import StepMetrics
 from composer2.model.pretrain.phases import RunControl, run_cpt
 from composer2.model.transformer import Transformer, init_weights
-from composer2.pipeline import STAGES, run_stages
+from composer2.pipeline import adopt_start, run_stages
 from composer2.recipes import RunConfig, tiny
 from composer2.rl.evaluate import run_tasks
 from composer2.rl.mismatch import measure_mismatch
@@ -97,15 +96,6 @@ def settings(quick: bool, seed: int) -> tuple[RunConfig, CptConfig, int]:
         autocast="off",
     )
     return config, arm, 8 * share
-
-
-def adopt(folder: Path, start: Path) -> None:
-    """Take tokenizer and fine-tuned policy of a finished run instead of training them."""
-    shutil.copytree(start / "models" / "sft", folder / "models" / "sft", dirs_exist_ok=True)
-    shutil.copy(start / "tokenizer.json", folder / "tokenizer.json")
-    (folder / "stages").mkdir(parents=True, exist_ok=True)
-    for stage in STAGES[: STAGES.index("sft") + 1]:
-        write_json(folder / "stages" / f"{stage}.json", {"adopted_from": str(start)})
 
 
 def cpt_arm(run: Run, config: CptConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +278,7 @@ def main() -> int:
     started = time.perf_counter()
     config, arm_cpt, num_tasks = settings(options.quick, options.seed)
     if options.start is not None:
-        adopt(out / "start", options.start)
+        adopt_start(out / "start", options.start)
     cpt: dict[str, Any] = {}
     rl: dict[str, Any] = {}
     with Console("rich") as console:

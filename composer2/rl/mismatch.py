@@ -3,12 +3,14 @@
 In: rollouts as the sampler recorded them, a model with the very weights that sampled them. Out: flat figures.
 
 Source: report §6.2 (router replay and its plausibility filter lower the p99 mismatch); rows M6 R7 I4.
+
+Shape letters: B rows, T tokens, N sampled tokens, L MoE layers, K experts a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,38 +37,86 @@ def packed_rollouts(groups: Sequence[Group], config: RLConfig) -> list[BatchTens
     return [to_tensors(batch) for batch in packed]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One trainer pass over recorded tokens beside what the sampler recorded; N sampled tokens, T all but padding."""
+
+    trainer_N: np.ndarray
+    """Log-probs, float32."""
+    sampler_N: np.ndarray
+    """Log-probs, float32."""
+    used_TLK: np.ndarray
+    """Experts of the trainer's pass, int."""
+    recorded_TLK: np.ndarray
+    """Experts of the sampler, int; -1 where none were recorded."""
+    num_replaced: int
+    """Recorded slots the filter dropped."""
+    num_recorded: int
+    """Slots that were replayed, those dropped included; 0 without replay."""
+
+    def figures(self) -> dict[str, float]:
+        """num_tokens, mismatch_{p50,p99,max,mean,k1}, differing_expert_frac, replaced_expert_frac."""
+        everywhere = np.ones(len(self.trainer_N), dtype=bool)
+        return {
+            **logprob_mismatch(self.sampler_N, self.trainer_N, everywhere),
+            "differing_expert_frac": differing_expert_frac(self.used_TLK, self.recorded_TLK),
+            "replaced_expert_frac": self.num_replaced / max(self.num_recorded, 1),
+        }
+
+
 @torch.no_grad()
+def compare(model: Transformer, batches: Sequence[BatchTensors], config: RLConfig) -> Comparison:
+    """The trainer's pass over `batches` with the replay settings of `config`. ValueError without a batch."""
+    if not batches:
+        raise ValueError("batches is empty, accepted is one batch or more")
+    parts = []
+    for batch in batches:
+        logprobs_BT, _, routing = trained_logprobs(model, batch, config)
+        real = (batch.document_ids >= 0).numpy()
+        parts.append(
+            Comparison(
+                trainer_N=logprobs_BT[batch.loss_mask].numpy(),
+                sampler_N=batch.behaviour_logprobs[batch.loss_mask].numpy(),
+                used_TLK=routing.expert_ids_BTLK.numpy()[real],
+                recorded_TLK=batch.routes.numpy()[real],
+                num_replaced=int(routing.num_replaced),
+                num_recorded=int(routing.num_replayed) * model.config.num_experts_per_tok,
+            )
+        )
+    return joined(parts)
+
+
+def joined(parts: Sequence[Comparison]) -> Comparison:
+    """All tokens of `parts` as one comparison."""
+    return Comparison(
+        trainer_N=np.concatenate([part.trainer_N for part in parts]),
+        sampler_N=np.concatenate([part.sampler_N for part in parts]),
+        used_TLK=np.concatenate([part.used_TLK for part in parts]),
+        recorded_TLK=np.concatenate([part.recorded_TLK for part in parts]),
+        num_replaced=sum(part.num_replaced for part in parts),
+        num_recorded=sum(part.num_recorded for part in parts),
+    )
+
+
 def measure_mismatch(model: Transformer, groups: Sequence[Group], config: RLConfig) -> dict[str, float]:
-    """mismatch_{p50,p99,max,mean}_replay_{off,on,filter}, mismatch_tokens, differing_expert_frac (own top-k against the
-    recorded experts), replaced_expert_frac_filter."""
+    """mismatch_{p50,p99,max,mean,k1}_replay_{off,on,filter}, mismatch_tokens, differing_expert_frac (own top-k against
+    the recorded experts), replaced_expert_frac_filter."""
     batches = packed_rollouts(groups, config)
     settings = {
         "off": replace(config, replay=False),
         "on": replace(config, replay=True, replay_tau=0.0),
         "filter": config,
     }
-    figures: dict[str, float] = {}
-    for name, setting in settings.items():
-        ours, theirs, own_routes, recorded = [], [], [], []
-        replaced = replayed = 0.0
-        for batch in batches:
-            logprobs_BT, _, routing = trained_logprobs(model, batch, setting)
-            ours.append(logprobs_BT[batch.loss_mask].numpy())
-            theirs.append(batch.behaviour_logprobs[batch.loss_mask].numpy())
-            real = (batch.document_ids >= 0).numpy()
-            own_routes.append(routing.expert_ids_BTLK.numpy()[real])
-            recorded.append(batch.routes.numpy()[real])
-            replaced, replayed = replaced + float(routing.num_replaced), replayed + float(routing.num_replayed)
-        ours_N = np.concatenate(ours)
-        measured = logprob_mismatch(np.concatenate(theirs), ours_N, np.ones(len(ours_N), dtype=bool))
-        figures |= {f"{key}_replay_{name}": value for key, value in measured.items() if key.startswith("mismatch_")}
-        figures["mismatch_tokens"] = measured["num_tokens"]
-        if name == "off":
-            figures["differing_expert_frac"] = differing_expert_frac(
-                np.concatenate(own_routes), np.concatenate(recorded)
-            )
-        if name == "filter":
-            figures["replaced_expert_frac_filter"] = replaced / max(replayed * model.config.num_experts_per_tok, 1.0)
+    measured = {name: compare(model, batches, setting).figures() for name, setting in settings.items()}
+    figures = {
+        f"{key}_replay_{name}": value
+        for name, found in measured.items()
+        for key, value in found.items()
+        if key.startswith("mismatch_")
+    }
+    figures["mismatch_tokens"] = measured["off"]["num_tokens"]
+    figures["differing_expert_frac"] = measured["off"]["differing_expert_frac"]
+    figures["replaced_expert_frac_filter"] = measured["filter"]["replaced_expert_frac"]
     return figures
 
 
