@@ -27,7 +27,7 @@ from composer2.model.engine.sampler import Distribution, distribution, invert, m
 from composer2.model.engine.scheduler import Scheduler
 from composer2.model.engine.sequence import Draft, EngineStats, Finished, Request, Sequence
 from composer2.model.engine.speculative import CHECK, DRAFT, DRAW, probabilities, verify
-from composer2.model.moe import MoE
+from composer2.model.moe import Router
 from composer2.model.transformer import Transformer
 from composer2.types import Generation
 
@@ -74,9 +74,9 @@ class Engine:
         self.config, self.max_len, self.policy_version = config, max_len, policy_version
         self.speculative = speculative
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
-        for layer in [*self.model.moe_layers(), *(module.block.mlp for module in self.model.mtp)]:
-            if isinstance(layer, MoE):  # a rounded router would choose other experts
-                layer.gate.to(torch.promote_types(dtype, torch.float32))
+        for own, given in zip(self.model.modules(), model.modules(), strict=True):
+            if isinstance(own, Router) and isinstance(given, Router):  # a rounded router would choose other experts
+                own.to(torch.promote_types(dtype, torch.float32)).load_state_dict(given.state_dict())
         self.device = next(self.model.parameters()).device
         self.cache = PagedCache(
             num_pages=num_pages,
