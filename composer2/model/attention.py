@@ -8,12 +8,15 @@ The absorbed form never expands a cached token: the cache holds c and k_r only.
 Source: report §6.1 (MLA, QK192/V128); DeepSeek-V2/V3 papers; rows M1 M2 M4.
 Latent norms use epsilon 1e-6 whatever the config says, as in
 the published code. The YaRN constant `mscale_all_dim` multiplies the softmax scale.
+Choice: on a CPU a few sequences at a time are gathered from the cache, each few up to the longest of them: their
+latents are read from memory once, in whole rows, and both products find them in the processor's cache. The engine hands
+in sequences of similar length as neighbours. Elsewhere the whole batch looks at once.
 Choice: values are padded to the query width for the attention call, because fused kernels want equal widths.
 Choice: a row may be spread over processes (row D2). `LatentAttention.gather` then brings the latents of all of them,
 which are far smaller than the keys and values that every process expands for itself; `KeyView` says who sees whom.
 
-Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache rows (slots or pages), H heads, D model, C
-cache width.
+Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache rows (slots or pages), X rows of a
+table, b sequences of a part, H heads, D model, C cache width.
 """
 
 from __future__ import annotations
@@ -32,6 +35,12 @@ LATENT_NORM_EPS = 1e-6
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 """(query_BHTd, key_BHTd, value_BHTd, mask_B1TT or None for causal, scale) -> out_BHTd. All widths equal."""
+
+Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query [b, ...], entries_bMC, bias_bSM) -> what the queries make of the cached entries they may look at."""
+
+PART_ROWS = 8
+"""Sequences that look at the cache together on a CPU."""
 
 Gather = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """entries_BTC of this process -> a function that waits and returns entries_BMC of all processes. Differentiable."""
@@ -55,74 +64,86 @@ class KeyView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CachePart:
+    """What some neighbouring sequences of a batch look at."""
+
+    rows: slice
+    """Their place in the batch."""
+    pages_bX: torch.Tensor
+    """int64 [b, X]: the cache rows that hold their first `context_len` positions."""
+    context_len: int
+    """Cache positions looked at: [0, context_len)."""
+    bias_bSM: torch.Tensor
+    """0 where a token may look, -inf elsewhere."""
+
+    def read(self, cache_NMC: torch.Tensor) -> torch.Tensor:
+        """[b, context_len, C]: what each sequence has in the cache."""
+        rows, width = self.pages_bX.shape
+        if width == 1:
+            return cache_NMC[:, : self.context_len].index_select(0, self.pages_bX[:, 0])
+        return cache_NMC.index_select(0, self.pages_bX.flatten()).view(rows, -1, cache_NMC.shape[2])[
+            :, : self.context_len
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheView:
     """Where one cached forward reads and writes, worked out once for all layers."""
 
-    slots: torch.Tensor | slice
-    """Cache rows of the batch, int64 [B] or a slice of length B; or, int64 [B, X], each sequence's table of rows."""
-    context_len: int
-    """Cache positions looked at: [0, context_len)."""
+    parts: tuple[CachePart, ...]
+    """The whole batch, in order."""
     write_index: torch.Tensor
     """int64 [W]: row * M + offset of every token that is written."""
     write_mask_BS: torch.Tensor | None
     """Tokens that are written; None when all are."""
-    bias_BSM: torch.Tensor
-    """0 where a token may look, -inf elsewhere."""
 
     def write(self, cache_NMC: torch.Tensor, entries_BSC: torch.Tensor) -> None:
         """Put the new tokens' entries into the cache."""
         fresh = entries_BSC.flatten(0, 1) if self.write_mask_BS is None else entries_BSC[self.write_mask_BS]
         cache_NMC.view(-1, cache_NMC.shape[-1]).index_copy_(0, self.write_index, fresh.to(cache_NMC.dtype))
 
-    def read(self, cache_NMC: torch.Tensor) -> torch.Tensor:
-        """[B, context_len, C]: what each sequence has in the cache."""
-        if isinstance(self.slots, torch.Tensor) and self.slots.ndim == 2:
-            pages = self.slots[:, : -(-self.context_len // cache_NMC.shape[1])]
-            return cache_NMC[pages].flatten(1, 2)[:, : self.context_len]
-        return cache_NMC[self.slots, : self.context_len]
+    def look(self, cache_NMC: torch.Tensor, query: torch.Tensor, core: Look) -> torch.Tensor:
+        """What `core` makes of the queries [B, ...] and the cache, part by part."""
+        found = [core(query[part.rows], part.read(cache_NMC).to(query.dtype), part.bias_bSM) for part in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def cache_view(
-    position_ids_BS: torch.Tensor,
-    cache_NMC: torch.Tensor,
-    slots: torch.Tensor | slice,
-    context_len: int,
-    dtype: torch.dtype,
+    position_ids_BS: torch.Tensor, cache_NMC: torch.Tensor, slot_ids: torch.Tensor, dtype: torch.dtype
 ) -> CacheView:
     """The view of a batch whose token positions are given (-1: padding), onto caches shaped like `cache_NMC`.
 
-    `slots` as in `CacheView`; `dtype` is that of the bias. ValueError for positions that the cache does not have.
+    `slot_ids` has each sequence's cache row, int64 [B], or table of rows, int64 [B, X]; `dtype` is that of the bias.
+    ValueError for positions that the cache does not have.
     """
-    num_slots, row_len = cache_NMC.shape[:2]
-    if isinstance(slots, slice):
-        table = torch.arange(num_slots, device=cache_NMC.device)[slots, None]
-    else:
-        slots = slots.long()
-        table = slots if slots.ndim == 2 else slots[:, None]
-    max_len = row_len * table.shape[1]
+    row_len = cache_NMC.shape[1]
+    table_BX = slot_ids.long() if slot_ids.ndim == 2 else slot_ids.long()[:, None]
+    max_len = row_len * table_BX.shape[1]
     positions = position_ids_BS.long()
-    low, high = (int(bound) for bound in positions.aminmax())
-    if high >= min(context_len, max_len) or context_len > max_len or low < -1:
-        raise ValueError(
-            f"position_ids are {low} .. {high}, accepted is -1 .. context_len - 1; context_len is {context_len}, "
-            f"accepted is at most the cache length {max_len}"
-        )
-    if len(table) != len(positions):
-        raise ValueError(f"slot_ids hold {len(table)} slots, accepted is one per row: {len(positions)}")
-    if table.shape[1] == 1:
-        index_BS = table * row_len + positions
+    low, last_B = int(positions.min()), positions.amax(dim=1).tolist()
+    if max(last_B) >= max_len or low < -1:
+        raise ValueError(f"position_ids are {low} .. {max(last_B)}, accepted is -1 .. {max_len - 1}")
+    if len(table_BX) != len(positions):
+        raise ValueError(f"slot_ids hold {len(table_BX)} slots, accepted is one per row: {len(positions)}")
+    seen_until_BS1 = positions.clamp_min(0)[..., None]
+    if table_BX.shape[1] == 1:
+        index_BS = table_BX * row_len + positions
     else:
-        index_BS = table.gather(1, positions.clamp_min(0) // row_len) * row_len + positions % row_len
+        index_BS = table_BX.gather(1, seen_until_BS1[..., 0] // row_len) * row_len + positions % row_len
+    hidden = torch.arange(max(0, *last_B) + 1, device=positions.device) > seen_until_BS1
+    bias_BSM = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+    part_rows = PART_ROWS if positions.device.type == "cpu" else len(positions)
+    parts = []
+    for first in range(0, len(positions), part_rows):
+        rows = slice(first, first + part_rows)
+        context_len = max(0, *last_B[rows]) + 1
+        pages_bX, bias_bSM = table_BX[rows, : -(-context_len // row_len)], bias_BSM[rows, :, :context_len]
+        parts.append(CachePart(rows=rows, pages_bX=pages_bX, context_len=context_len, bias_bSM=bias_bSM))
     write_mask = positions >= 0 if low < 0 else None
-    columns = torch.arange(context_len, device=positions.device)
-    hidden = columns > positions.clamp_min(0)[..., None]
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     return CacheView(
-        slots=slots,
-        context_len=context_len,
+        parts=tuple(parts),
         write_index=index_BS.flatten() if write_mask is None else index_BS[write_mask],
         write_mask_BS=write_mask,
-        bias_BSM=bias.masked_fill_(hidden, float("-inf")),
     )
 
 
@@ -221,19 +242,21 @@ class LatentAttention(nn.Module):
         B, S, _ = x_BSD.shape
         H, R = self.num_heads, self.rank
         latent, k_rope = self._latent(x_BSD, rope)
-        entry_BSC = torch.cat((latent, k_rope), dim=-1)
-        view.write(cache_NMC, entry_BSC)
-        keys_BMC = view.read(cache_NMC).to(x_BSD.dtype)
+        view.write(cache_NMC, torch.cat((latent, k_rope), dim=-1))
 
         q_nope, q_rope = self._query(x_BSD, rope)
         up_key, up_value = self.kv_b_proj.weight.view(H, -1, R).split((self.nope, self.value_dim), dim=1)
         q_latent = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), up_key).view(H, B, S, R).permute(1, 2, 0, 3)
-        query = torch.cat((q_latent, q_rope), dim=-1).reshape(B, S * H, R + self.rope)
-        scores = torch.bmm(query * self.scale, keys_BMC.transpose(1, 2)).view(B, S, H, -1)
-        weights = torch.softmax(scores + view.bias_BSM[:, :, None], dim=-1).view(B, S * H, -1)
-        mixed = torch.bmm(weights, keys_BMC[..., :R]).view(B * S, H, R).transpose(0, 1)
+        query = torch.cat((q_latent, q_rope), dim=-1) * self.scale
+        mixed = view.look(cache_NMC, query, self._look).view(B * S, H, R).transpose(0, 1)
         out = torch.bmm(mixed, up_value.transpose(1, 2)).transpose(0, 1).reshape(B, S, H * self.value_dim)
         return self.o_proj(out)
+
+    def _look(self, query_bSHC: torch.Tensor, cached_bMC: torch.Tensor, bias_bSM: torch.Tensor) -> torch.Tensor:
+        """Latents [b, S * H, R], weighed by the softmax over the cache."""
+        scores = torch.bmm(query_bSHC.flatten(1, 2), cached_bMC.transpose(1, 2)).unflatten(1, query_bSHC.shape[1:3])
+        weights = torch.softmax(scores.add_(bias_bSM[:, :, None]), dim=-1).flatten(1, 2)
+        return torch.bmm(weights, cached_bMC[..., : self.rank])
 
     def _query(self, x_BTD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [B, T, H, nope] and, rotated, [B, T, H, rope]."""

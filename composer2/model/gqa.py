@@ -11,8 +11,8 @@ code of Qwen3 and MiniMax-M2 (partial rotary, QK-norm); rows M3 M4 M10.
 Choice: keys and values are repeated before the attention core, because a core takes equal numbers of heads.
 Choice: a sink is a real first token of the document, not a learned one, so that any layer may be windowed afterwards.
 
-Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache slots, H query heads, G key heads, D model,
-d head width, C cache width.
+Shape letters: B batch, T tokens, S new tokens, M cache positions, N cache rows, H query heads, G key heads, D model,
+d head width, C cache width, b sequences that look at the cache together.
 """
 
 from __future__ import annotations
@@ -80,28 +80,29 @@ class GroupedQueryAttention(nn.Module):
         query_BSHd, key_BSGd, value_BSGd = self._project(x_BSD, rope)
         entry_BSC = torch.cat((key_BSGd.flatten(2), value_BSGd.flatten(2)), dim=-1)
         view.write(cache_NMC, entry_BSC)
-        cached = view.read(cache_NMC).to(x_BSD.dtype)
-        key, value = (
-            part.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2) for part in cached.chunk(2, dim=-1)
-        )  # [B, G, M, d]
-
-        query = query_BSHd.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 1, 3, 4)  # [B, G, S, H / G, d]
-        scores = torch.matmul(query.flatten(2, 3) * self.scale, key.transpose(-1, -2)).unflatten(2, (S, -1))
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self._bias(view)[:, None, :, None]
-        weights = torch.softmax(scores, dim=-1).to(value.dtype).flatten(2, 3)
-        mixed = torch.matmul(weights, value).unflatten(2, (S, -1)).permute(0, 2, 1, 3, 4)
+        query = query_BSHd.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 1, 3, 4) * self.scale  # [B, G, S, H / G, d]
+        mixed = view.look(cache_NMC, query, self._look).permute(0, 2, 1, 3, 4)
         return self.o_proj(mixed.reshape(B, S, self.num_heads * self.head_dim))
 
-    def _bias(self, view: CacheView) -> torch.Tensor:
-        """[B, S, M]: the view's bias, and -inf outside the window of a windowed layer.
+    def _look(self, query: torch.Tensor, cached_bMC: torch.Tensor, bias_bSM: torch.Tensor) -> torch.Tensor:
+        """[b, G, S, H / G, d]: values weighed by the softmax over the cache, for queries of the same shape."""
+        key, value = (
+            part.unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2) for part in cached_bMC.chunk(2, dim=-1)
+        )  # [b, G, M, d]
+        scores = torch.matmul(query.flatten(2, 3), key.transpose(-1, -2)).unflatten(2, query.shape[2:4])
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + self._bias(bias_bSM)[:, None, :, None]
+        weights = torch.softmax(scores, dim=-1).to(value.dtype).flatten(2, 3)
+        return torch.matmul(weights, value).unflatten(2, query.shape[2:4])
 
-        The view lets a token see the positions up to its own, so their number tells its position."""
-        bias_BSM = view.bias_BSM
+    def _bias(self, bias_bSM: torch.Tensor) -> torch.Tensor:
+        """The bias, and -inf outside the window of a windowed layer.
+
+        A token may see the positions up to its own, so their number tells its position."""
         if self.window is None:
-            return bias_BSM
-        key = torch.arange(bias_BSM.shape[-1], device=bias_BSM.device)
-        query = (bias_BSM == 0).sum(dim=-1, keepdim=True) - 1
-        return bias_BSM.masked_fill((query - key >= self.window) & (key >= self.num_sinks), float("-inf"))
+            return bias_bSM
+        key = torch.arange(bias_bSM.shape[-1], device=bias_bSM.device)
+        query = (bias_bSM == 0).sum(dim=-1, keepdim=True) - 1
+        return bias_bSM.masked_fill((query - key >= self.window) & (key >= self.num_sinks), float("-inf"))
 
     def _project(
         self, x_BTD: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]

@@ -154,16 +154,15 @@ class Transformer(nn.Module):
         position_ids_BS: torch.Tensor,
         *,
         cache: Sequence[torch.Tensor],
-        slot_ids_B: torch.Tensor | slice,
-        context_len: int,
+        slot_ids_B: torch.Tensor,
     ) -> CachedOutput:
         """New tokens at their positions; a token sees the positions up to its own in its slot. No gradient.
 
-        `cache` holds one contiguous [N, M, C] tensor a layer, written in place; positions from `context_len` on are not
-        looked at. Position -1 is padding: nothing is written and the output row is to be ignored. `slot_ids_B` has one
-        row of the cache a sequence, or, int64 [B, X], a page table: position t then lies in row table[t // M].
+        `cache` holds one contiguous [N, M, C] tensor a layer, written in place. Position -1 is padding: nothing is
+        written and the output row is to be ignored. `slot_ids_B` has one row of the cache a sequence, or, int64 [B, X],
+        a page table: position t then lies in row table[t // M].
         """
-        view = self._cache_view(position_ids_BS, cache, slot_ids_B, context_len, len(self.layers))
+        view = self._cache_view(position_ids_BS, cache, slot_ids_B, len(self.layers))
         x_BSD = self.embed_tokens(token_ids_BS.long())
         rope = rope_tables(position_ids_BS.clamp_min(0), self.config, x_BSD.dtype)
         routes = []
@@ -185,12 +184,11 @@ class Transformer(nn.Module):
         position_ids_BS: torch.Tensor,
         *,
         cache_NMC: torch.Tensor,
-        slot_ids_B: torch.Tensor | slice,
-        context_len: int,
+        slot_ids_B: torch.Tensor,
     ) -> torch.Tensor:
         """The first MTP module over new positions, given trunk outputs and the token after each: [B, S, D] for the
         head, which then predicts the token after that. `cache_NMC` is a layer of its own; see `forward_cached`."""
-        view = self._cache_view(position_ids_BS, [cache_NMC], slot_ids_B, context_len, 1)
+        view = self._cache_view(position_ids_BS, [cache_NMC], slot_ids_B, 1)
         rope = rope_tables(position_ids_BS.clamp_min(0), self.config, trunk_BSD.dtype)
         return self.mtp[0].forward_cached(trunk_BSD, self.embed_tokens(next_token_ids_BS.long()), rope, cache_NMC, view)
 
@@ -318,8 +316,7 @@ class Transformer(nn.Module):
         self,
         position_ids_BS: torch.Tensor,
         cache: Sequence[torch.Tensor],
-        slot_ids_B: torch.Tensor | slice,
-        context_len: int,
+        slot_ids_B: torch.Tensor,
         num_layers: int,
     ) -> CacheView:
         if cache[0].shape[-1] != self.config.cache_dim or len(cache) != num_layers:
@@ -327,7 +324,7 @@ class Transformer(nn.Module):
                 f"cache is {len(cache)} x {tuple(cache[0].shape)}, accepted is {num_layers} x "
                 f"[N, M, {self.config.cache_dim}]"
             )
-        return cache_view(position_ids_BS, cache[0], slot_ids_B, context_len, self.embed_tokens.weight.dtype)
+        return cache_view(position_ids_BS, cache[0], slot_ids_B, self.embed_tokens.weight.dtype)
 
     @torch.no_grad()
     def _routing_stats(

@@ -61,7 +61,7 @@ def test_the_cached_form_has_the_factor_too():
     for start, end in pairwise((0, 20, 39, 40)):
         positions = torch.arange(start, end)[None]
         chunk = tokens[:, start:end]
-        out = model.forward_cached(chunk, positions, cache=cache, slot_ids_B=slice(0, 1), context_len=end)
+        out = model.forward_cached(chunk, positions, cache=cache, slot_ids_B=torch.tensor([0]))
         parts.append(model.lm_head(out.hidden_BSD))
     expected = model(tokens).logits_BTV
     assert (torch.cat(parts, dim=1) - expected).abs().max().item() <= 1e-5 * expected.abs().max().item()

@@ -236,6 +236,6 @@ def test_cached_decoding_equals_the_full_forward(family, data, cut):
     parts = []
     for start, end in ((0, cut), (cut, cut + 1), (cut + 1, length)):
         positions = torch.arange(start, end).expand(2, -1)
-        out = model.forward_cached(tokens[:, start:end], positions, cache=cache, slot_ids_B=slots, context_len=end)
+        out = model.forward_cached(tokens[:, start:end], positions, cache=cache, slot_ids_B=slots)
         parts.append(model.lm_head(out.hidden_BSD))
     assert close(torch.cat(parts, dim=1), full, 1e-9)

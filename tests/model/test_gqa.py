@@ -82,7 +82,7 @@ def test_cached_equals_full(window, sinks, every, norm, rotary, yarn, cut):
     for start, end in ((0, cut), (cut, cut + 1), (cut + 1, 20)):
         positions = torch.arange(start, end).expand(2, -1)
         slots = torch.tensor([3, 1])
-        out = model.forward_cached(tokens[:, start:end], positions, cache=cache, slot_ids_B=slots, context_len=end)
+        out = model.forward_cached(tokens[:, start:end], positions, cache=cache, slot_ids_B=slots)
         parts.append(out.hidden_BSD)
     torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=1e-9, atol=1e-9)
 

@@ -1,12 +1,13 @@
 """The whole policy: parity with transformers, packing, cached decoding, bias updates, construction."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from composer2.model.attention import reference_attend
+from composer2.model.attention import PART_ROWS, reference_attend
 from composer2.model.config import ModelConfig, YarnConfig
 from composer2.model.transformer import Transformer, init_weights, positions_of
 
@@ -166,8 +167,7 @@ def test_cached_decoding_equals_the_full_forward(dtype, bound):
         for row, (start, end) in enumerate(ranges):
             tokens[row, : end - start] = sequences[row][start:end]
             positions[row, : end - start] = torch.arange(start, end)
-        context = int(positions.max()) + 1
-        out = model.forward_cached(tokens, positions, cache=cache, slot_ids_B=slot_ids, context_len=context)
+        out = model.forward_cached(tokens, positions, cache=cache, slot_ids_B=slot_ids)
         for row, (start, end) in enumerate(ranges):
             hidden[row][start:end] = out.hidden_BSD[row, : end - start]
             routes[row][start:end] = out.routes_BSLK[row, : end - start]
@@ -187,37 +187,39 @@ def test_cached_decoding_equals_the_full_forward(dtype, bound):
     assert not any(bool(layer[[1, 3]].any()) for layer in cache)  # slots of others were never written
 
 
-def test_a_slice_of_slots_equals_their_ids():
-    model = build(ModelConfig(**SMALL))
-    tokens = torch.randint(0, 48, (2, 6), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(6).expand(2, 6)
-    outs = []
-    for slots in (slice(1, 3), torch.tensor([1, 2])):
-        cache = model.new_cache(4, 8)
-        outs.append(model.forward_cached(tokens, positions, cache=cache, slot_ids_B=slots, context_len=6))
-    assert torch.equal(outs[0].hidden_BSD, outs[1].hidden_BSD)
+@pytest.mark.parametrize("page_size", [3, 12])
+def test_many_sequences_equal_each_alone(page_size):
+    """More sequences than look at the cache together, of unequal length, one of them new."""
+    model = build(ModelConfig(**SMALL), dtype=torch.float64)
+    rng = np.random.default_rng(0)
+    rows, pages = PART_ROWS * 2 + 3, 12 // page_size
+    lengths = rng.permutation([0, *rng.integers(1, 11, rows - 1)])
+    tokens = torch.from_numpy(rng.integers(0, 48, (rows, 12)))
+    tables = torch.from_numpy(rng.permutation(rows * pages).reshape(rows, pages))
+    cache = model.new_cache(rows * pages, page_size)
+    positions = torch.arange(12).expand(rows, 12)
+    lengths_T = torch.from_numpy(lengths)[:, None]
+    model.forward_cached(tokens, positions.where(positions < lengths_T, -1), cache=cache, slot_ids_B=tables)
+    found = model.forward_cached(tokens.gather(1, lengths_T), lengths_T, cache=cache, slot_ids_B=tables).hidden_BSD
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            alone = model(tokens[row : row + 1, : length + 1]).hidden_BTD[0, -1]
+        assert float((found[row, 0] - alone).abs().max()) <= 1e-10
 
 
 def test_cached_misfits_are_refused():
     model = build(ModelConfig(**SMALL))
     tokens = torch.zeros(2, 1, dtype=torch.int64)
-    for position, slots, context, message in (
-        (8, slice(0, 2), 9, "position_ids are 8 .. 8"),
-        (5, slice(0, 2), 5, "position_ids are 5 .. 5"),
-        (-2, slice(0, 2), 5, "position_ids are -2"),
-        (0, slice(0, 3), 1, "slot_ids hold 3"),
-        (0, torch.tensor([0]), 1, "slot_ids hold 1"),
+    for position, slots, message in (
+        (8, torch.tensor([0, 1]), "position_ids are 8 .. 8"),
+        (-2, torch.tensor([0, 1]), "position_ids are -2"),
+        (0, torch.tensor([0, 1, 2]), "slot_ids hold 3"),
+        (0, torch.tensor([0]), "slot_ids hold 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            model.forward_cached(
-                tokens,
-                torch.full((2, 1), position),
-                cache=model.new_cache(4, 8),
-                slot_ids_B=slots,
-                context_len=context,
-            )
+            model.forward_cached(tokens, torch.full((2, 1), position), cache=model.new_cache(4, 8), slot_ids_B=slots)
     with pytest.raises(ValueError, match="cache is 2 x"):
-        model.forward_cached(tokens, tokens, cache=model.new_cache(4, 8)[:2], slot_ids_B=slice(0, 2), context_len=1)
+        model.forward_cached(tokens, tokens, cache=model.new_cache(4, 8)[:2], slot_ids_B=torch.tensor([0, 1]))
 
 
 def test_shapes_that_do_not_match_the_tokens_are_refused():

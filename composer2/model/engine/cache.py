@@ -9,9 +9,8 @@ is full, and a full page is only written by a slot that starts over, which leave
 
 Source: report §6.2; rows I1 I2. C is what the model's attention caches: the latent for MLA (row M1), keys and values
 for GQA (row M3).
-Choice: with the default page size, one page a context window, nothing is gathered: neighbouring pages are a plain slice
-of the tensor, which on a CPU is faster than any page table. Small pages waste no memory on short contexts and share
-whole prefixes instead of copying them.
+Choice: the default page size is one page a context window: its read part is one piece of memory. Small pages waste no
+memory on short contexts and share whole prefixes instead of copying them.
 Choice: a prefix is lent only if it was computed by the weights of today (`base_version`). Positions are computed in
 order, so the version at position 0 is the oldest of a slot, and one number tells all. A session itself may go on with
 its own older cache when weights change under `keep`.
@@ -29,9 +28,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-
-CONTIGUOUS_FRAC = 0.75
-"""At least this share of a stretch of pages must be in a batch for the batch to be that stretch, not gathered rows."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -266,15 +262,6 @@ class PagedCache:
         for row, slot in enumerate(batch):
             table_BX[row, : len(slot.pages)] = slot.pages
         return torch.from_numpy(table_BX[:, 0] if longest == 1 else table_BX).to(self.routes_PMLK.device)
-
-    def stretch(self, batch: Sequence[Slot]) -> torch.Tensor | slice:
-        """The tables; or, where all have one page and most of a stretch of pages is in the batch, that stretch.
-
-        The batch is sorted by first page."""
-        first, stop = batch[0].pages[0], batch[-1].pages[0] + 1
-        if len(batch) >= CONTIGUOUS_FRAC * (stop - first) and all(len(slot.pages) == 1 for slot in batch):
-            return slice(first, stop)
-        return self.tables(batch)
 
     def write_routes(self, batch: Sequence[Slot], position_ids_BS: np.ndarray, routes_BSLK: torch.Tensor) -> None:
         """Note the experts of new tokens; position -1 is padding."""

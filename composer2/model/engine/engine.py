@@ -223,9 +223,7 @@ class Engine:
                 token_ids_BS[row, :count] = sequence.token_ids[start : start + count]
                 next_ids_BS[row, :count] = sequence.token_ids[start + 1 : start + count + 1]
                 position_ids_BS[row, :count] = np.arange(start, start + count)
-            _, trunk_BSD = self._forward(
-                batch, token_ids_BS, position_ids_BS, self.cache.tables([sequence.place for sequence in batch])
-            )
+            _, trunk_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
             if self.speculative:
                 self._draft(batch, trunk_BSD, next_ids_BS, position_ids_BS)
             for sequence, count in zip(batch, counts, strict=True):
@@ -236,9 +234,7 @@ class Engine:
         """Feed the last token of every sequence and sample the next one."""
         token_ids_BS = np.array([[sequence.token_ids[-1]] for sequence in batch])
         position_ids_BS = np.array([[len(sequence.token_ids) - 1] for sequence in batch])
-        hidden_BSD, _ = self._forward(
-            batch, token_ids_BS, position_ids_BS, self.cache.stretch([sequence.place for sequence in batch])
-        )
+        hidden_BSD, _ = self._forward(batch, token_ids_BS, position_ids_BS)
         drawn = sample(
             self.model.lm_head(hidden_BSD[:, 0]), uniform_B=self._uniforms(batch, DRAW), **self._limits(batch)
         )
@@ -257,9 +253,7 @@ class Engine:
         position_ids_BS = np.array(
             [[len(s.token_ids) - 1, -1 if d is None else len(s.token_ids)] for s, d in zip(batch, drafts, strict=True)]
         )
-        hidden_BSD, trunk_BSD = self._forward(
-            batch, token_ids_BS, position_ids_BS, self.cache.tables([sequence.place for sequence in batch])
-        )
+        hidden_BSD, trunk_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
         limits = self._limits(batch)
         first, second = (distribution(self.model.lm_head(hidden_BSD[:, place]), **limits) for place in (0, 1))
         none_V = torch.zeros(self.config.vocab_size, dtype=torch.float64, device=self.device)
@@ -309,7 +303,6 @@ class Engine:
             self._tensor(position_ids_BS),
             cache_NMC=self.cache.layers_PMC[-1],
             slot_ids_B=self.cache.tables([sequence.place for sequence in batch]),
-            context_len=int(position_ids_BS.max()) + 1,
         )
         last_B = self._tensor((position_ids_BS >= 0).sum(1) - 1)
         logits_BV = self.model.lm_head(hidden_BSD[torch.arange(len(batch), device=self.device), last_B])
@@ -322,31 +315,19 @@ class Engine:
     # Batches
 
     def _forward(
-        self, batch: list[Sequence], token_ids_BS: np.ndarray, position_ids_BS: np.ndarray, rows: Tensor | slice
+        self, batch: list[Sequence], token_ids_BS: np.ndarray, position_ids_BS: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """The trunk over new tokens (position -1: padding): what the head reads and what the MTP module reads, both
         [B, S, D]. Their cache entries and routes are written."""
-        chosen: Tensor | None = None
-        wide_ids, wide_positions = token_ids_BS, position_ids_BS
-        if isinstance(rows, slice) and len(batch) < rows.stop - rows.start:
-            # Pages in between that others hold take part as padding.
-            places = np.array([sequence.place.pages[0] for sequence in batch]) - rows.start
-            shape = (rows.stop - rows.start, token_ids_BS.shape[1])
-            wide_ids, wide_positions = np.zeros(shape, np.int64), np.full(shape, -1)
-            wide_ids[places], wide_positions[places] = token_ids_BS, position_ids_BS
-            chosen = self._tensor(places)
+        places = [sequence.place for sequence in batch]
         out = self.model.forward_cached(
-            self._tensor(wide_ids),
-            self._tensor(wide_positions),
+            self._tensor(token_ids_BS),
+            self._tensor(position_ids_BS),
             cache=self.cache.layers_PMC[: self.config.num_hidden_layers],
-            slot_ids_B=rows,
-            context_len=int(position_ids_BS.max()) + 1,
+            slot_ids_B=self.cache.tables(places),
         )
-        hidden_BSD, trunk_BSD, routes_BSLK = out.hidden_BSD, out.trunk_BSD, out.routes_BSLK
-        if chosen is not None:
-            hidden_BSD, trunk_BSD, routes_BSLK = hidden_BSD[chosen], trunk_BSD[chosen], routes_BSLK[chosen]
-        self.cache.write_routes([sequence.place for sequence in batch], position_ids_BS, routes_BSLK)
-        return hidden_BSD, trunk_BSD
+        self.cache.write_routes(places, position_ids_BS, out.routes_BSLK)
+        return out.hidden_BSD, out.trunk_BSD
 
     def _limits(self, batch: list[Sequence]) -> dict[str, Tensor]:
         params = [sequence.request.params for sequence in batch]

@@ -72,8 +72,19 @@ def sample(
     `temperature_B`, `top_p_B` and `uniform_B` are float64; `top_k_B` is int64, 0 for off. Logits that are NaN or
     +inf raise FloatingPointError.
     """
+    if not temperature_B.any():
+        return greedy(logits_BV)
     target = distribution(logits_BV, temperature_B=temperature_B, top_p_B=top_p_B, top_k_B=top_k_B)
     return measure(target, invert(target.kept_BV, uniform_B))
+
+
+def greedy(logits_BV: Tensor) -> Drawn:
+    """What `sample` gives at temperature 0, without the distribution."""
+    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+    tokens_B = logits_BV.argmax(-1)
+    logprobs_B = torch.log_softmax(logits_BV, dim=-1).gather(1, tokens_B[:, None])[:, 0].float()
+    _require_finite(logprobs_B)
+    return Drawn(tokens_B=tokens_B, logprobs_B=logprobs_B, truncated_logprobs_B=torch.zeros_like(logprobs_B))
 
 
 def distribution(logits_BV: Tensor, *, temperature_B: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Distribution:
@@ -84,8 +95,7 @@ def distribution(logits_BV: Tensor, *, temperature_B: Tensor, top_p_B: Tensor, t
     logprobs_BV = torch.log_softmax(logits_BV / divisor_B[:, None], dim=-1)
     kept_BV = logprobs_BV.exp()
     total_B = kept_BV.sum(-1, dtype=torch.float64)
-    if not torch.isfinite(total_B).all():
-        raise FloatingPointError("logits are not finite, nothing can be sampled from them")
+    _require_finite(total_B)
     limited_B = ((top_k_B > 0) | (top_p_B < 1)) & ~is_greedy_B
     total_B = torch.ones_like(total_B)
     if limited_B.any():
@@ -113,6 +123,12 @@ def measure(target: Distribution, tokens_B: Tensor) -> Drawn:
     # Where nothing was cut the two are equal to the last bit; a greedy point has the log-prob 0.
     truncated_B = torch.where(kept_B == 1, 0.0, logprobs_B.double() - target.total_B.log())
     return Drawn(tokens_B=tokens_B, logprobs_B=logprobs_B.float(), truncated_logprobs_B=truncated_B.float())
+
+
+def _require_finite(per_row_B: Tensor) -> None:
+    """A NaN or +inf among the logits of a row, or nothing but -inf, makes NaN of whatever a softmax gives."""
+    if not torch.isfinite(per_row_B).all():
+        raise FloatingPointError("logits are not finite, nothing can be sampled from them")
 
 
 def _limit(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:

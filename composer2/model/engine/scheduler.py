@@ -39,7 +39,7 @@ class Scheduler:
         self.max_running, self.max_len, self.max_prefill_tokens = max_running, max_len, max_prefill_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """Sorted by first page."""
+        """Sorted by length: what decodes side by side is equally long (attention.py)."""
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -63,7 +63,7 @@ class Scheduler:
             while sequence.slot is not None and not self._reserve(sequence):
                 self._preempt(max(self.running, key=_age))
         admitted = self._admit(version)
-        self.running.sort(key=_first_page)
+        self.running.sort(key=_length)
         return admitted
 
     def _reserve(self, sequence: Sequence) -> bool:
@@ -161,5 +161,5 @@ def _age(sequence: Sequence) -> int:
     return sequence.request_id
 
 
-def _first_page(sequence: Sequence) -> tuple[int, int]:
-    return sequence.place.pages[0], sequence.request_id
+def _length(sequence: Sequence) -> tuple[int, int]:
+    return len(sequence.token_ids), sequence.request_id

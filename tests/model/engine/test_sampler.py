@@ -97,9 +97,25 @@ def test_limited_draws_agree_with_a_plain_sort(seed: int, vocab: int, top_p: flo
     assert drawn <= allowed
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_a_greedy_batch_equals_greedy_rows_among_others() -> None:
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    logits[0, 7] = logits[0, 9] = 5.0  # a tie
+    logits[1, :39] = -math.inf
+    alone = draw(logits, 0.3, temperature=0.0)
+    options = {name: torch.zeros(7, dtype=torch.float64) for name in ("temperature_B", "uniform_B")}
+    options["temperature_B"][6] = 1.0
+    mixed = sample(
+        torch.cat((logits, logits[:1])), top_p_B=torch.ones(7, dtype=torch.float64), top_k_B=torch.zeros(7), **options
+    )
+    assert torch.equal(alone[0], mixed.tokens_B[:6])
+    assert alone[1].tolist() == mixed.logprobs_B[:6].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("values", [[0.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]])
+def test_logits_that_are_not_finite_are_an_error(values: list[float], temperature: float) -> None:
     with pytest.raises(FloatingPointError):
-        draw(torch.tensor([[0.0, math.nan]]), 0.5)
+        draw(torch.tensor([[0.0, 1.0], values]), 0.5, temperature=temperature)
 
 
 def test_truncated_log_probs_are_renormalised_over_what_is_kept() -> None:
