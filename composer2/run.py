@@ -155,7 +155,10 @@ class Run:
         found: list[Example] = []
         while len(found) < self.config.sft.batch_size:
             task = generate_task(rng, "train", self.config.tasks)
-            found += [(e.token_ids, e.weights) for e in sft_example(task, template, rng, self.config.expert)]
+            windows = sft_example(
+                task, template, rng, self.config.expert, locate_failures=self.config.episode.locate_failures
+            )
+            found += [(window.token_ids, window.weights) for window in windows]
         return found
 
     def should_stop(self) -> bool:

@@ -369,10 +369,14 @@ class CallStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CallOutcome:
-    """Outcome of one expression evaluated in a pod. `value`: repr of a plain value, or the exception's type name."""
+    """Outcome of one expression evaluated in a pod."""
 
     status: CallStatus
     value: str = ""
+    """`repr` of a plain value, or the exception's type name."""
+    line: int = field(default=0, compare=False)
+    """Line of the module on which the outermost function called returned or raised; 0 where there was none. The code
+    under test can forge it, so it is shown to the model and decides nothing."""
 
 
 @runtime_checkable

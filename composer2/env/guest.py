@@ -24,6 +24,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from composer2.env import frames, guest_calls, guest_files
@@ -163,10 +164,17 @@ def evaluate_calls(root: str, module: str, calls: Sequence[str], first: int, pip
     """In the forked child: import, evaluate, report, end. Whatever the module does to this process dies with it."""
     exit_now, write, set_timer, profile = os._exit, os.write, signal.setitimer, signal.ITIMER_PROF
     pack, plain_repr, evaluate = guest_calls.RECORD.pack, guest_calls.plain_repr, eval
+    set_profile, source = sys.setprofile, os.path.join(root, module)
+    last_line = 0
 
     def report(index: int, status: int, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")[: guest_calls.MAX_VALUE_BYTES]
-        write(pipe, pack(index, status, len(data)) + data)
+        write(pipe, pack(index, status, last_line, len(data)) + data)
+
+    def note_line(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal last_line
+        if event == "return" and frame.f_code.co_filename == source:
+            last_line = frame.f_lineno
 
     try:
         _become_call_process(pipe, cpu_seconds=timeout * (len(calls) - first) + guest_calls.IMPORT_CPU_SECONDS)
@@ -182,12 +190,16 @@ def evaluate_calls(root: str, module: str, calls: Sequence[str], first: int, pip
         report(first, guest_calls.IMPORTED, "")
         for index in range(first, len(calls)):
             set_timer(profile, timeout)
+            last_line = 0
+            set_profile(note_line)
             try:
                 value = evaluate(calls[index], names)
             except BaseException as error:
+                set_profile(None)
                 set_timer(profile, timeout)
                 report(index, guest_calls.RAISED, type(error).__name__)
                 continue
+            set_profile(None)
             set_timer(profile, timeout)
             try:
                 status, text = guest_calls.RETURNED, plain_repr(value)

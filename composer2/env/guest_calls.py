@@ -3,8 +3,8 @@ expression.
 
 Source: rows E1 E7 V1 (a process that ran model-edited code is never reused).
 One forked child imports the module and evaluates the calls; it reports each outcome on a private pipe, as (index,
-status, length) and text. A child that dies leaves its current call without outcome: the reason of death decides it,
-and a new child goes on with the next call, at most `MAX_DEATHS` times. What a child could forge on the pipe is what
+status, line, length) and text. A child that dies leaves its current call without outcome: the reason of death decides
+it, and a new child goes on with the next call, at most `MAX_DEATHS` times. What a child could forge on the pipe is what
 its functions could return as well: the expected values never enter a pod.
 Choice: CPU time is limited by a profiling timer whose signal kills, because an exception could be caught by the code
 that is being timed; wall time by a deadline after which everything in the pod is killed. Standard library only.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from composer2.env.guest_processes import ProcessTree, reap_any
 
-RECORD = struct.Struct("!iBI")
+RECORD = struct.Struct("!iBII")
 IMPORTED, RETURNED, RAISED, CRASHED = 0, 1, 2, 3
 STATUS_NAMES = {RETURNED: "returned", RAISED: "raised", CRASHED: "crashed"}
 MAX_VALUE_CHARS = 4096
@@ -33,7 +33,8 @@ IMPORT_CPU_SECONDS = 0.5
 """On top of `timeout`: the module may import others that are not warm."""
 _WALL_FACTOR, _WALL_EXTRA = 10.0, 1.0
 
-Outcome = tuple[str, str]
+Outcome = tuple[str, str, int]
+"""Status, value, and the line of the module at which its function ended; 0 where none was reached."""
 Evaluate = Callable[[str, Sequence[str], int, int, float], None]
 """(module, calls, index of the first call to run, pipe, timeout): what the child does. It never returns."""
 
@@ -119,7 +120,7 @@ class _Child:
         self.buffer += chunk
         progress = False
         while not self.misreported and len(self.buffer) >= RECORD.size:
-            index, status, length = RECORD.unpack_from(self.buffer)
+            index, status, line, length = RECORD.unpack_from(self.buffer)
             expected = (status == IMPORTED) != self.imported and index == self.next_index and index < num_calls
             if not expected or status > CRASHED or length > MAX_VALUE_BYTES:
                 self.misreported = True
@@ -132,7 +133,7 @@ class _Child:
             if status == IMPORTED:
                 self.imported = True
             else:
-                self.outcomes.append((STATUS_NAMES[status], text))
+                self.outcomes.append((STATUS_NAMES[status], text, line))
                 self.next_index += 1
         return progress
 
@@ -140,7 +141,7 @@ class _Child:
 def run_calls(
     tree: ProcessTree, evaluate: Evaluate, module: str, calls: Sequence[str], *, timeout: float
 ) -> list[Outcome]:
-    """Outcomes as (status, value), one for each call, whatever the module does."""
+    """Outcomes as (status, value, line), one for each call, whatever the module does."""
     outcomes: list[Outcome] = []
     deaths = 0
     deadline = time.monotonic() + _WALL_FACTOR * timeout * (len(calls) + 2) + 2 * _WALL_EXTRA
@@ -208,10 +209,10 @@ def _run_child(
 
 def _ending(status: int | None, *, misreported: bool) -> Outcome:
     if misreported:
-        return "crashed", "malformed report"
+        return "crashed", "malformed report", 0
     if status is None:
-        return "timeout", ""
+        return "timeout", "", 0
     code = os.waitstatus_to_exitcode(status)
     if -code in (signal.SIGPROF, signal.SIGXCPU):
-        return "timeout", ""
-    return "crashed", f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return "timeout", "", 0
+    return "crashed", f"exit code {code}" if code >= 0 else f"signal {-code}", 0

@@ -71,6 +71,8 @@ class EpisodeLimits:
     """Sampled tokens of one summary, stop token included."""
     run_timeout: float = 1.0
     """CPU seconds of each test call."""
+    locate_failures: bool = False
+    """A failed `run` also names the line on which the first failing test's call ended."""
     lenient_tools: tuple[str, ...] = ()
     """Tools whose arguments are checked leniently; all others are strict."""
     share_runs: bool = False
@@ -309,6 +311,7 @@ async def run_episode(
     toolbox = Toolbox(
         workspace,
         run_timeout=limits.run_timeout,
+        locate=limits.locate_failures,
         lenient=limits.lenient_tools,
         shared_runs=grader if limits.share_runs and isinstance(grader, PodGrader) else None,
     )

@@ -102,7 +102,9 @@ class LocalPod:
         request = {"op": "run_calls", "module": module, "calls": list(calls), "timeout": timeout}
         wall = 10 * timeout * (len(calls) + 2) + 10  # the guest's own bound, see guest_calls
         head, _ = await self._request(request, seconds=wall + _GRACE_SECONDS)
-        return [CallOutcome(status=CallStatus(status), value=value) for status, value in head["outcomes"]]
+        return [
+            CallOutcome(status=CallStatus(status), value=value, line=line) for status, value, line in head["outcomes"]
+        ]
 
     async def destroy(self) -> None:
         """Kill everything and wait until it is gone."""

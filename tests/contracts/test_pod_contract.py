@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import random
 import signal
 import time
 
@@ -10,6 +11,8 @@ import pytest
 
 from composer2.env.local import ServedPods
 from composer2.env.pod import open_backend
+from composer2.env.tasks.procedural import TaskConfig, generate_task
+from composer2.env.tasks.record import compile_calls, run_calls
 from composer2.types import CallOutcome, CallStatus, Pod, PodBackend, PodError, PodLimits
 
 GRACE_SECONDS = 0.5
@@ -489,3 +492,39 @@ def test_os_errors_carry_their_number(backend):
         return caught.value.errno
 
     assert in_pod(backend, use) == errno.ENOENT
+
+
+LOCATED = """def half(x):
+    if x == 0:
+        raise ValueError
+    for n in (1, 2):
+        x = [x, n][0]
+    return x // 2
+
+
+def twice(x):
+    y = half(x)
+    return 4 * y
+"""
+
+
+def test_the_line_where_a_call_ended(backend):
+    calls = ("half(4)", "half(0)", "twice(4)", "twice(0)", "missing(1)", "1 + 1")
+    outcomes = call(backend, LOCATED, *calls)
+    assert [outcome.line for outcome in outcomes] == [6, 3, 11, 10, 0, 0]
+
+
+def test_trusted_runs_and_pods_name_the_same_lines(backend):
+    tasks = [generate_task(random.Random(seed), "train", TaskConfig()) for seed in range(12)]
+    differing = 0
+    for task in tasks:
+        path = task.meta["path"]
+        calls = [test.call for test in (*task.fail_to_pass, *task.pass_to_pass)]
+        trusted = run_calls(task.files[path], compile_calls(calls), locate=True)
+        in_a_pod = in_pod(
+            backend, lambda pod, path=path, calls=calls: pod.run_calls(path, calls, timeout=0.3), dict(task.files)
+        )
+        assert trusted == in_a_pod
+        assert [outcome.line for outcome in trusted] == [outcome.line for outcome in in_a_pod]
+        differing += len({outcome.line for outcome in trusted}) > 1
+    assert differing > 1

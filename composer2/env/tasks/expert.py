@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from composer2.env.tasks.mutate import Mutation, apply_mutation, candidate_mutations
-from composer2.env.tasks.record import compile_calls, is_passing, run_calls
+from composer2.env.tasks.record import compile_calls, run_calls
 from composer2.env.tools.lines import EditError, apply_edit, number_lines, split_lines
+from composer2.env.tools.registry import run_answer
 from composer2.types import CallStatus, Task, Template, ToolCall, ToolResult
 
 RUN = ToolCall(name="run")
@@ -114,25 +115,21 @@ def candidate_edits(task: Task) -> list[Mutation]:
     return candidate_mutations(task.files[task.meta["path"]])
 
 
-def num_passed(task: Task, source: str) -> int | None:
-    """Tests that the trusted `source` passes in the broken file's place; None when one of them ran out of steps."""
+def answer_to_run(task: Task, source: str, *, locate: bool = False) -> str | None:
+    """What `run` answers with the trusted `source` in the broken file's place; None when a test ran out of steps."""
     tests = (*task.fail_to_pass, *task.pass_to_pass)
-    outcomes = run_calls(source, compile_calls([test.call for test in tests]))
+    outcomes = run_calls(source, compile_calls([test.call for test in tests]), locate=locate)
     if any(outcome.status is CallStatus.TIMEOUT for outcome in outcomes):
         return None
-    return sum(is_passing(test, outcome) for test, outcome in zip(tests, outcomes, strict=True))
+    return run_answer(tests, outcomes, locate=locate)
 
 
-def run_result(passed: int, total: int) -> ToolResult:
-    """What `run` answers."""
-    return ToolResult(content="pass" if passed == total else f"fail {min(passed, 9)}")
-
-
-def wrong_tries(task: Task, rng: random.Random, count: int, invalid_frac: float) -> list[Try]:
+def wrong_tries(
+    task: Task, rng: random.Random, count: int, invalid_frac: float, *, locate_failures: bool = False
+) -> list[Try]:
     """Up to `count` different edits that do not solve the task, in the order they are made."""
     path = task.meta["path"]
     source = task.files[path]
-    total = len(task.fail_to_pass) + len(task.pass_to_pass)
     candidates = candidate_edits(task)
     rng.shuffle(candidates)
     tries: list[Try] = []
@@ -149,9 +146,9 @@ def wrong_tries(task: Task, rng: random.Random, count: int, invalid_frac: float)
             changed, answer = source, refused
         else:
             answer = OK
-        passed = num_passed(task, changed)
-        if passed is not None and passed < total and edit not in [t.edit for t in tries]:
-            tries.append(Try(edit, answer, run_result(passed, total)))
+        outcome = answer_to_run(task, changed, locate=locate_failures)
+        if outcome not in (None, "pass") and edit not in [t.edit for t in tries]:
+            tries.append(Try(edit, answer, ToolResult(content=str(outcome))))
     return tries
 
 
@@ -181,16 +178,23 @@ def summary_text(task: Task, tries: Sequence[Try]) -> str:
 
 
 def sft_example(
-    task: Task, template: Template, rng: random.Random, config: ExpertConfig | None = None
+    task: Task,
+    template: Template,
+    rng: random.Random,
+    config: ExpertConfig | None = None,
+    *,
+    locate_failures: bool = False,
 ) -> list[SftExample]:
-    """The windows of one expert episode on the task: one, or two joined by a summary."""
+    """The windows of one expert episode on the task: one, or two joined by a summary.
+
+    `locate_failures` is that of the episodes to imitate (`EpisodeLimits`)."""
     config = config or ExpertConfig()
     share = config.long_summary_frac if task.meta["variant"] == "long" else config.other_summary_frac
     has_summary = rng.random() < share
     tries: list[Try] = []
     if has_summary or rng.random() < config.wrong_frac:
         count = 1 + int(rng.random() * config.max_wrong)
-        tries = wrong_tries(task, rng, count, config.invalid_frac)
+        tries = wrong_tries(task, rng, count, config.invalid_frac, locate_failures=locate_failures)
     window = Transcript()
     window.add(template.render_prompt(task), config.prompt_weight)
     _add_opening(window, template, task, is_located=False)
@@ -234,8 +238,7 @@ def random_search_baseline(tasks: Sequence[Task], tries: Sequence[int] = (1, 3, 
     for task in tasks:
         source = task.files[task.meta["path"]]
         candidates = candidate_edits(task)
-        total = len(task.fail_to_pass) + len(task.pass_to_pass)
-        fixes = sum(num_passed(task, apply_mutation(source, edit)) == total for edit in candidates)
+        fixes = sum(answer_to_run(task, apply_mutation(source, edit)) == "pass" for edit in candidates)
         for k in tries:
             drawn = min(k, len(candidates))
             misses = math.comb(len(candidates) - fixes, drawn)

@@ -14,7 +14,10 @@ import ast
 import re
 import sys
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -133,8 +136,8 @@ def compile_calls(calls: Sequence[str]) -> list[CodeType]:
     return [compile(call, "<call>", "eval") for call in calls]
 
 
-def run_calls(source: str, calls: Sequence[CodeType]) -> list[CallOutcome]:
-    """Outcome of each call over the names of `source`, all in one namespace.
+def run_calls(source: str, calls: Sequence[CodeType], *, locate: bool = False) -> list[CallOutcome]:
+    """Outcome of each call over the names of `source`, all in one namespace; `locate` fills `CallOutcome.line`.
 
     The first call that exceeds its steps is TIMEOUT, and so are those after it, unrun. Source that does not compile or
     import makes every call CRASHED.
@@ -150,16 +153,40 @@ def run_calls(source: str, calls: Sequence[CodeType]) -> list[CallOutcome]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # a mutation may well read `3[0]`
-            code = compile(instrument(source), "<task>", "exec")
+            instrumented = instrument(source)
+            code = compile(instrumented, "<task>", "exec")
         exec(code, namespace)
+        added = [n for n, line in enumerate(instrumented.split("\n"), 1) if line.endswith("@_entry")] if locate else []
         for call in calls:
             guard.steps = 0
-            outcomes.append(_run_call(call, namespace))
+            if not locate:
+                outcomes.append(_run_call(call, namespace))
+                continue
+            with last_line() as seen:
+                outcome = _run_call(call, namespace)
+            outcomes.append(replace(outcome, line=seen[0] - bisect(added, seen[0])))
     except OutOfSteps:
         outcomes += [CallOutcome(status=CallStatus.TIMEOUT)] * (len(calls) - len(outcomes))
     except (SyntaxError, *CODE_ERRORS):
         outcomes = [CallOutcome(status=CallStatus.CRASHED)] * len(calls)
     return outcomes
+
+
+@contextmanager
+def last_line() -> Iterator[list[int]]:
+    """A list whose one entry becomes the line on which the outermost function of `<task>` ended; 0 before that."""
+    seen = [0]
+
+    def note_line(frame: FrameType, event: str, argument: object) -> None:
+        if event == "return" and frame.f_code.co_filename == "<task>":
+            seen[0] = frame.f_lineno
+
+    previous = sys.getprofile()
+    sys.setprofile(note_line)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(previous)
 
 
 def _run_call(call: CodeType, namespace: dict[str, Any]) -> CallOutcome:

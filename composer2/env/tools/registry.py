@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from composer2.env.grade import compare_outcome, run_tests
 from composer2.env.tools.files import Workspace, edit_tool, error, ok, read_tool, search_tool
 from composer2.env.tools.schema import check_arguments, show
-from composer2.types import CallOutcome, CallStatus, Task, ToolCall, ToolResult
+from composer2.types import CallOutcome, CallStatus, Task, TestCase, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,18 @@ class OutcomeSource(Protocol):
         ...
 
 
+def run_answer(tests: Sequence[TestCase], outcomes: Sequence[CallOutcome], *, locate: bool) -> str:
+    """What `run` answers: `pass`, or `fail` and how many tests passed (9 for more).
+
+    With `locate` the line follows on which the first failing test's call ended, as a traceback would tell it; 0 where
+    it reached no line."""
+    passed = [compare_outcome(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+    if all(passed):
+        return "pass"
+    line = f" {outcomes[passed.index(False)].line}" if locate else ""
+    return f"fail {min(sum(passed), 9)}{line}"
+
+
 class Toolbox:
     """The tools of one episode. Counts events, remembers every test run and whether the model has finished."""
 
@@ -84,13 +96,14 @@ class Toolbox:
         workspace: Workspace,
         *,
         run_timeout: float = 2.0,
+        locate: bool = False,
         lenient: Sequence[str] = (),
         shared_runs: OutcomeSource | None = None,
     ) -> None:
-        """`lenient`: tools whose arguments are checked leniently. `shared_runs`: answers `run` in place of the
-        episode's own pod, as long as no code has run in that one."""
+        """`locate`: a failed `run` also names a line, see `run_answer`. `lenient`: tools whose arguments are checked
+        leniently. `shared_runs`: answers `run` in place of the episode's own pod, as long as no code ran in that one."""
         task = workspace.task
-        self._workspace, self._run_timeout = workspace, run_timeout
+        self._workspace, self._run_timeout, self._locate = workspace, run_timeout, locate
         self._specs = {spec.name: spec for spec in tool_specs(task.tools)}
         self._lenient, self._shared_runs = frozenset(lenient), shared_runs
         self._tools: dict[str, Callable[[Mapping[str, Any]], Awaitable[ToolResult]]] = {
@@ -135,9 +148,9 @@ class Toolbox:
             outcomes = await run_tests(await self._workspace.pod(), tests, timeout=self._run_timeout)
         if any(outcome.status is CallStatus.TIMEOUT for outcome in outcomes):
             self.events["test_timeout"] += 1
-        num_passed = sum(compare_outcome(test, outcome) for test, outcome in zip(tests, outcomes, strict=True))
-        self.attempts.append(num_passed == len(tests))
-        return ok("pass" if num_passed == len(tests) else f"fail {min(num_passed, 9)}")
+        answer = run_answer(tests, outcomes, locate=self._locate)
+        self.attempts.append(answer == "pass")
+        return ok(answer)
 
     async def _finish(self, arguments: Mapping[str, Any]) -> ToolResult:
         self.is_finished = True

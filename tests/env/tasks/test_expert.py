@@ -1,5 +1,6 @@
 import asyncio
 import random
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from composer2.env.tasks.expert import (
     ExpertConfig,
+    answer_to_run,
     candidate_edits,
     edit_call,
     fix_of,
@@ -230,3 +232,15 @@ def test_calls_and_bad_config():
         ExpertConfig(max_wrong=0)
     with pytest.raises(ValueError, match="tasks: empty"):
         random_search_baseline([])
+
+
+def test_located_answers_are_those_of_the_tool():
+    task = small_task()
+    broken = task.files[task.meta["path"]]
+    count = answer_to_run(task, broken)
+    located = answer_to_run(task, broken, locate=True)
+    assert located.startswith(count + " ")
+    line = int(located.split()[-1])
+    assert 1 <= line <= broken.count("\n") + 1
+    for attempt in wrong_tries(task, random.Random(1), 3, 0.0, locate_failures=True):
+        assert re.fullmatch(r"fail \d \d+", attempt.run_result.content)
