@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer2.kernels.dispatch import Packed, combine_tokens, pack_tokens
+from composer2.kernels.dispatch import combine_tokens, pack_tokens
 from composer2.kernels.formats import MXFP8
 from composer2.kernels.grouped import grouped_mm
 from composer2.kernels.linear import Recipe, expert_linear
@@ -42,8 +42,8 @@ class FeedForward(Protocol):
     def __call__(self, rows_RD: torch.Tensor, offsets_E: torch.Tensor, codes: MXFP8 | None = None) -> torch.Tensor: ...
 
 
-Exchange = Callable[[Packed, FeedForward], torch.Tensor]
-"""(rows of the tokens here, sorted by expert of all E; the experts here) -> what the experts made of each row."""
+Exchange = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FeedForward], torch.Tensor]
+"""(x_TD, expert_ids_TK out of all E, weights_TK, the experts here) -> weighted sum over each token's experts [T, D]."""
 
 
 class Router(nn.Module):
@@ -112,7 +112,6 @@ class Experts(nn.Module):
         self.recipe: Recipe | None = None
         if config.expert_recipe != "native":
             self.recipe = Recipe(name=config.expert_recipe, order=config.nvfp4_order)
-        self.num_experts = experts
         self.exchange: Exchange | None = None
         self.localise: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -132,12 +131,10 @@ class Experts(nn.Module):
             gate, up = self.product(rows_RD, gate_up, offsets_E, codes).chunk(2, dim=-1)
             return self.product(F.silu(gate) * up, down, offsets_E)
 
-        packed = pack_tokens(x_TD, expert_ids_TK, self.num_experts, wire=self.wire)
-        if self.exchange is None:
-            rows = feed_forward(packed.rows_RD, packed.offsets_E, packed.codes)
-        else:
-            rows = self.exchange(packed, feed_forward)
-        return combine_tokens(rows, packed, weights_TK)
+        if self.exchange is not None:
+            return self.exchange(x_TD, expert_ids_TK, weights_TK, feed_forward)
+        packed = pack_tokens(x_TD, expert_ids_TK, len(down), wire=self.wire)
+        return combine_tokens(feed_forward(packed.rows_RD, packed.offsets_E, packed.codes), packed, weights_TK)
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, offsets_E: torch.Tensor, codes: MXFP8 | None = None

@@ -142,7 +142,7 @@ class Transformer(nn.Module):
             if selection is not None:
                 selections.append(selection)
         hidden_BTD = self.norm(x_BTD)
-        logits = self.lm_head(hidden_BTD) if with_logits else hidden_BTD[..., :0]
+        logits = self.lm_head(hidden_BTD) if with_logits else hidden_BTD.new_zeros(*token_ids_BT.shape, 0)
         real_BT = None if document_ids_BT is None else document_ids_BT >= 0
         routing = self._routing_stats(selections, routes, token_ids_BT, real_BT)
         return ModelOutput(hidden_BTD=hidden_BTD, logits_BTV=logits, trunk_BTD=x_BTD, routing=routing)
@@ -295,9 +295,7 @@ class Transformer(nn.Module):
             if given is not None and given.shape != token_ids_BT.shape:
                 raise ValueError(f"{name} has shape {tuple(given.shape)}, accepted is {tuple(token_ids_BT.shape)}")
         if (visible_until_BT is not None or key_view is not None) and position_ids_BT is None:
-            raise ValueError(
-                "position_ids is None, accepted with visible_until or key_view are depths of tokens"
-            )
+            raise ValueError("position_ids is None, accepted with visible_until or key_view are depths of tokens")
         if key_view is not None and self.config.sliding_window is not None:
             raise ValueError("key_view is given, accepted is None with windowed layers")
         if position_ids_BT is None:
