@@ -16,13 +16,17 @@ import numpy as np
 from composer2.env.tasks.evalsets import build_eval_set
 from composer2.model.checkpoint.native import load_model, save_model
 from composer2.model.pretrain.state import load_state, save_state
+from composer2.rl.advantage import group_samples
+from composer2.rl.curriculum import FamilyStats, family_stats
 from composer2.rl.evaluate import EvalSpec, eval_figures, passed_table, run_tasks
+from composer2.rl.forge.reward_to_go import step_credit
 from composer2.rl.mismatch import measure_acceptance, measure_mismatch
 from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop
 from composer2.rl.system.worker import RolloutPool
 from composer2.rl.train import make_optimizer
 from composer2.run import STOP_GRACE, Interrupted, Run
 from composer2.runner import make_runner, stable_seed
+from composer2.task_source import TaskSource, probe_tasks
 from composer2.types import Group
 
 
@@ -61,9 +65,29 @@ def stage_eval(run: Run, *, model_name: str, when: str, step: int) -> dict[str, 
     return results
 
 
+def task_source(run: Run) -> TaskSource:
+    """The training tasks; with a curriculum the fine-tuned policy is measured on the probes first."""
+    if run.config.curriculum.strength == 0:
+        return TaskSource(run.config)
+    known = run.result("probes")
+    if known is None:
+        tasks = probe_tasks(run.config)
+        run.pool.publish(0, run.sink.publish(0, load_model(run.model_dir("sft")).state_dict()))
+        with run.console.stage("probes", total=len(tasks), detail="effort of each variant") as stage:
+            seed = stable_seed(run.config.seed, "probes") % (1 << 31)
+            groups = run_tasks(
+                run.pool, tasks, num_samples=run.config.rl.group_size, seed=seed, should_stop=run.should_stop,
+                on_progress=stage.update,
+            )  # fmt: skip
+            run.check_stop()
+        known = {family: vars(stats) for family, stats in family_stats(groups).items()}
+        run.finish("probes", known)
+    return TaskSource(run.config, {family: FamilyStats(**stats) for family, stats in known.items()})
+
+
 def stage_rl(run: Run) -> dict[str, Any]:
     """Dr. GRPO on fresh tasks until the last step."""
-    config = run.config.rl
+    config, source = run.config.rl, task_source(run)
     reference = load_model(run.model_dir("sft")).to(run.config.device).requires_grad_(False)
     model = load_model(run.model_dir("sft")).to(run.config.device)
     optimizer = make_optimizer(model, config)
@@ -121,7 +145,8 @@ def stage_rl(run: Run) -> dict[str, Any]:
             config,
             pool=run.pool,
             sink=run.sink,
-            task_at=run.task_at,
+            task_at=source.at,
+            credit=step_credit(run.config.step_rewards) if run.config.credit == "steps" else group_samples,
             seed=run.config.seed,
             state=state,
             reference=reference,

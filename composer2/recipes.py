@@ -11,20 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from composer2.config import nearest_names
 from composer2.env.harness import EpisodeLimits
 from composer2.env.tasks.evalsets import EVAL_SETS
 from composer2.env.tasks.expert import ExpertConfig
-from composer2.env.tasks.procedural import TaskConfig
+from composer2.env.tasks.procedural import VARIANTS, TaskConfig
 from composer2.model.config import ModelConfig
 from composer2.model.pretrain.config import CptConfig, MtpConfig, SftConfig
 from composer2.model.pretrain.corpus import CorpusConfig
+from composer2.rl.curriculum import CurriculumConfig
 from composer2.rl.evaluate import EvalSpec
+from composer2.rl.forge.reward_to_go import StepRewardConfig
+from composer2.rl.forge.stages import Stage
 from composer2.rl.length_penalty import LengthPenaltyConfig
 from composer2.rl.reward import RewardComponent, RewardConfig
 from composer2.rl.train import RLConfig
 from composer2.runner import EngineConfig, PodsConfig
+
+CreditName = Literal["rollout", "steps"]
+CREDITS: tuple[CreditName, ...] = ("rollout", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,14 @@ class RunConfig:
     """The sampler."""
     rl: RLConfig = field(default_factory=RLConfig)
     """Reinforcement learning."""
+    curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig(strength=0.0))
+    """Harder variants of tasks late in RL (row R6); strength 0 draws evenly and takes no probes."""
+    stages: tuple[Stage, ...] = ()
+    """Stages of RL with ratios, contexts and difficulties for each variant of tasks (row R10); none draws evenly."""
+    credit: CreditName = "rollout"
+    """`rollout`: every token of a chain gets the outcome (row R1). `steps`: reward-to-go of single turns (row R9)."""
+    step_rewards: StepRewardConfig = field(default_factory=StepRewardConfig)
+    """Rewards of single turns; read with credit `steps` alone."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation."""
 
@@ -105,10 +120,42 @@ class RunConfig:
                 f"RunConfig.engine.max_len is {self.engine.max_len}, accepted is at least episode.context_budget "
                 f"({self.episode.context_budget})"
             )
+        self._check_draws()
         if self.engine.num_slots < self.rl.group_size:
             raise ValueError(
                 f"RunConfig.engine.num_slots is {self.engine.num_slots}, accepted is at least rl.group_size "
                 f"({self.rl.group_size})"
+            )
+
+    def _check_draws(self) -> None:
+        if self.credit not in CREDITS:
+            raise ValueError(f"RunConfig.credit is {self.credit!r}, accepted is one of {CREDITS}")
+        if self.credit == "steps" and self.rl.advantage.kl.weight > 0:
+            raise ValueError(
+                f"rl.advantage.kl.weight is {self.rl.advantage.kl.weight}, accepted with credit steps is 0"
+            )
+        if self.stages and self.curriculum.strength > 0:
+            raise ValueError(
+                f"RunConfig.curriculum.strength is {self.curriculum.strength}, accepted with stages is 0: a stage "
+                "spreads difficulty itself"
+            )
+        for stage in self.stages:
+            for share in stage.domains:
+                if share.domain not in VARIANTS:
+                    raise ValueError(
+                        f"RunConfig.stages: domain {share.domain!r} of {stage.name!r}, accepted is one of "
+                        f"{', '.join(VARIANTS)}{nearest_names(share.domain, VARIANTS)}"
+                    )
+                least = self.episode.reserve(self.episode.max_summary_tokens if self.episode.max_summaries else 0)
+                if share.max_context <= least:
+                    raise ValueError(
+                        f"RunConfig.stages: max_context {share.max_context} of {share.domain!r} in {stage.name!r}, "
+                        f"accepted is above {least}: a turn, its answers and a summary must fit besides the prompt"
+                    )
+        planned, needed = sum(stage.num_prompts for stage in self.stages), self.rl.num_steps * self.rl.prompts_per_step
+        if self.stages and planned != needed:
+            raise ValueError(
+                f"RunConfig.stages plan {planned} prompts, accepted is rl.num_steps * rl.prompts_per_step: {needed}"
             )
 
 

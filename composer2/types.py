@@ -121,6 +121,8 @@ class Task:
     pass_to_pass: tuple[TestCase, ...] = ()
     reference: Mapping[str, str] = field(default_factory=dict)
     """Path -> text of the files as the reference solution leaves them. Never shown to the model."""
+    context_budget: int | None = None
+    """Tokens one context window may fill in this task; None: what the harness allows, which is never exceeded."""
     family: str = ""
     """Composition key that train/test splits are made by."""
     category: TaskCategory = TaskCategory.DEBUGGING
@@ -267,6 +269,8 @@ class Rollout:
     """Countable events: `bad_arguments`, `unknown_tool`, `invalid_edit`, `malformed_summary`, `test_timeout` …"""
     attempts: tuple[bool, ...] = ()
     """For each `run` call in order: did all visible tests pass at that moment."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall-clock time of the episode, its verification included."""
     reward: float = 0.0
     reward_components: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()

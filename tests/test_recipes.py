@@ -16,7 +16,11 @@ from composer2.model.pretrain.corpus import SourceConfig
 from composer2.model.pretrain.loss_fit import fit_loss
 from composer2.pipeline import run_stages
 from composer2.recipes import PRESETS, EvalConfig, RunConfig, small, tiny
+from composer2.rl.advantage import AdvantageConfig
+from composer2.rl.curriculum import CurriculumConfig
 from composer2.rl.evaluate import EvalSpec
+from composer2.rl.forge.stages import DomainShare, Stage
+from composer2.rl.kl import KLConfig
 from composer2.rl.system import loop
 from composer2.run import Run
 from composer2.runner import PodsConfig
@@ -40,6 +44,15 @@ def test_a_preset_is_consistent(name):
     assert {spec.name for spec in config.eval.sets} >= {"test", "ood"}
 
 
+def with_kl(config):
+    return replace(config, advantage=AdvantageConfig(kl=KLConfig(weight=0.1)))
+
+
+def stage(domain, num_prompts, max_context):
+    share = DomainShare(domain=domain, ratio=1.0, max_context=max_context)
+    return Stage(name="one", num_prompts=num_prompts, domains=(share,))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -53,6 +66,21 @@ def test_a_preset_is_consistent(name):
         ),
         (lambda c: replace(c, engine=replace(c.engine, max_len=100)), r"RunConfig.engine.max_len is 100, accepted"),
         (lambda c: replace(c, engine=replace(c.engine, num_slots=4)), r"RunConfig.engine.num_slots is 4, accepted"),
+        (lambda c: replace(c, credit="turns"), r"RunConfig.credit is 'turns', accepted is one of"),
+        (
+            lambda c: replace(c, credit="steps", rl=with_kl(c.rl)),
+            r"rl.advantage.kl.weight is 0.1, accepted with credit steps is 0",
+        ),
+        (lambda c: replace(c, stages=(stage("plan", 10, 300),)), r"domain 'plan' of 'one', .*nearest accepted: plain"),
+        (
+            lambda c: replace(c, stages=(stage("plain", 10, 50),)),
+            r"max_context 50 of .plain. in .one., accepted",
+        ),
+        (lambda c: replace(c, stages=(stage("plain", 10, 300),)), r"stages plan 10 prompts, accepted is .*: 3520"),
+        (
+            lambda c: replace(c, stages=(stage("plain", 3520, 300),), curriculum=CurriculumConfig(strength=1.0)),
+            r"RunConfig.curriculum.strength is 1.0, accepted with stages is 0",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change, message):
@@ -135,3 +163,34 @@ def test_small_takes_two_steps_of_every_stage_at_reduced_width(tmp_path, monkeyp
     trained = load_model(tmp_path / "run" / "models" / "rl")
     assert trained.config.num_hidden_layers == small().model.num_hidden_layers
     assert trained.config.n_routed_experts == small().model.n_routed_experts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", ["curriculum", "stages"])
+def test_draws_and_credit_of_the_config_reach_the_trainer(tmp_path, monkeypatch, draws):
+    """Two steps with credit for turns, the tasks drawn by a curriculum after probes, or by stages."""
+    monkeypatch.setattr(pipeline, "fit_loss", partial(fit_loss, min_points=2))
+    config = replace(reduced_small(Path(__file__).parents[1] / "composer2" / "rl"), credit="steps")
+    if draws == "curriculum":
+        config = replace(config, curriculum=CurriculumConfig(strength=1.0, probes_per_family=1))
+    else:
+        config = replace(config, stages=(stage("search", 4, 300),))
+    groups_seen = []
+
+    def keep(groups, *arguments):
+        groups_seen.extend(groups)
+        return groups
+
+    monkeypatch.setattr(loop, "score_groups", keep)
+    with Console("quiet") as console:
+        run = Run(tmp_path / "run", config, console)
+        assert run_stages(run, last="rl")
+    assert len(groups_seen) == 4
+    if draws == "curriculum":
+        assert set(run.result("probes")) == {"plain", "long", "unopened", "search"}
+    else:
+        assert {group.task.meta["variant"] for group in groups_seen} == {"search"}
+        assert all(len(s.token_ids) <= 300 for group in groups_seen for r in group.rollouts for s in r.segments)
+    # Rewards are all 0 here, but times differ: credit for turns sees them.
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(record["num_tokens"] > 0 for record in records if record["stage"] == "rl")

@@ -17,6 +17,7 @@ of a window that a token was sampled on.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -307,6 +308,9 @@ async def run_episode(
     A failing machine (`PodError`, a lost connection) gives a rollout of status INFRASTRUCTURE that holds what was
     recorded so far. Cancellation passes through once the pod is destroyed. `reward` stays 0: `rl` decides.
     """
+    started = time.monotonic()
+    if task.context_budget is not None:
+        limits = replace(limits, context_budget=min(limits.context_budget, task.context_budget))
     workspace = Workspace(task, backend)
     toolbox = Toolbox(
         workspace,
@@ -351,5 +355,6 @@ async def run_episode(
         attempts=tuple(toolbox.attempts),
         messages=tuple(episode.messages),
         final_files=final_files,
+        seconds=time.monotonic() - started,
         error=error,
     )

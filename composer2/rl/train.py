@@ -21,7 +21,7 @@ The trainer does not branch on algorithm names: rewards, advantages and masks ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,6 +129,10 @@ def make_optimizer(model: Transformer, config: RLConfig) -> torch.optim.Adam:
 def replay_config(config: RLConfig) -> ReplayConfig:
     """The filter of the replay, as the model takes it."""
     return ReplayConfig(tau=config.replay_tau)
+
+
+Credit = Callable[..., list[Sample]]
+"""How a group's rewards become samples: called as `rl.advantage.group_samples`, which is the report's way."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,6 +288,7 @@ def train_step(
     *,
     step: int,
     reference: Transformer | None = None,
+    credit: Credit = group_samples,
 ) -> dict[str, float]:
     """Advantages, samples and one update from scored groups. `reference` is needed when the KL weight is positive."""
     measured: dict[str, float] = {}
@@ -296,7 +301,7 @@ def train_step(
     samples = [
         sample
         for index, (group, logprobs_of_group) in enumerate(zip(groups, references, strict=True))
-        for sample in group_samples(
+        for sample in credit(
             group,
             config.advantage,
             temperature=config.temperature,

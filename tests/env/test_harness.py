@@ -1,5 +1,7 @@
 import asyncio
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,6 +58,28 @@ def test_solved_in_two_turns(fakes):
     assert segment.routes[:, 0, 0].tolist() == [*range(p + 15), -1]
     assert segment.routes[:-1, 1].tolist() == [[1, 1]] * (p + 15)
     assert (segment.token_ids.dtype, segment.routes.dtype, segment.sampled.dtype) == (np.int32, np.int16, np.bool_)
+
+
+def test_a_failed_run_names_the_line_when_asked(fakes):
+    rollout, *_ = play(fakes, [WRONG_AND_RUN, "<|end|>"], locate_failures=True)
+    (answer,) = [m.tool_results[1].content for m in rollout.messages if m.role is Role.TOOL]
+    assert re.fullmatch(r"fail \d \d", answer)
+
+
+def test_a_task_may_narrow_the_context_and_not_widen_it(fakes):
+    task = fakes.make_task()
+    p = len(TinyTemplate(fakes.ByteTokenizer()).render_prompt(task))
+    roomy = {"max_tokens_per_turn": 16, "max_result_tokens": 51, "max_summaries": 0}
+    narrow = replace(task, context_budget=p + 68)
+    turns = [FIX_AND_RUN, "<|finish|><|end|>"]
+    for budget, given, status in (
+        (p + 200, task, RolloutStatus.FINISHED),
+        (p + 200, narrow, RolloutStatus.CONTEXT_FULL),
+        (p + 68, replace(task, context_budget=p + 200), RolloutStatus.CONTEXT_FULL),
+    ):
+        rollout, *_ = play(fakes, turns, task=given, context_budget=budget, **roomy)
+        assert rollout.status is status
+        assert rollout.seconds > 0
 
 
 def test_stats_split_the_tokens_by_kind(fakes):

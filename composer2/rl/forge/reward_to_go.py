@@ -29,9 +29,10 @@ from typing import Literal
 
 import numpy as np
 
-from composer2.rl.advantage import counts_in_group, segment_sample
+from composer2.rl.advantage import AdvantageConfig, counts_in_group, segment_sample
 from composer2.rl.kl import reward_to_go
-from composer2.types import Group, Rollout, Sample, SpanKind
+from composer2.rl.train import Credit
+from composer2.types import Group, Role, Rollout, Sample, SpanKind
 
 TrajectoryBaseline = Literal["others", "group", "none"]
 TRAJECTORY_BASELINES: tuple[TrajectoryBaseline, ...] = ("others", "group", "none")
@@ -161,4 +162,45 @@ def step_samples(
                 if where == number:
                     values_T[start:stop] = advantage
             samples.append(replace(segment_sample(segment, values_T, temperature=temperature), group=group_index))
+    return samples
+
+
+def process_rewards(rollout: Rollout) -> np.ndarray:
+    """-1 for every generation whose calls were answered with an error, 0 for all others; float64 [S].
+
+    Choice: the report names tool errors among its process rewards and gives no values."""
+    rewards: list[float] = []
+    for message in rollout.messages:
+        if message.role is Role.ASSISTANT:
+            rewards.append(0.0)
+        elif message.role is Role.TOOL and any(result.is_error for result in message.tool_results):
+            rewards[-1] = -1.0
+    return np.array(rewards, dtype=np.float64)
+
+
+def step_credit(config: StepRewardConfig) -> Credit:
+    """Credit for single steps in the form the trainer calls: `process_rewards`, and the wall-clock time of rollouts.
+
+    Raises ValueError with a positive KL weight, whose term is defined for advantages of whole rollouts only."""
+
+    def samples(
+        group: Group,
+        advantage: AdvantageConfig,
+        *,
+        temperature: float = 1.0,
+        policy_version: int | None = None,
+        reference_logprobs: object = None,
+        group_index: int = 0,
+    ) -> list[Sample]:
+        if advantage.kl.weight > 0:
+            raise ValueError(f"KLConfig.weight is {advantage.kl.weight}, accepted with credit for steps is 0")
+        return step_samples(
+            group,
+            [process_rewards(rollout) for rollout in group.rollouts],
+            [rollout.seconds for rollout in group.rollouts],
+            config,
+            temperature=temperature,
+            group_index=group_index,
+        )
+
     return samples

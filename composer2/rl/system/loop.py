@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from composer2.model.transformer import Transformer
+from composer2.rl.advantage import group_samples
 from composer2.rl.metrics import group_metrics, rollout_metrics, staleness_histogram, staleness_metrics
 from composer2.rl.system.reconciler import Reconciler, ReconcilerConfig, Start
 from composer2.rl.system.weight_sync import FolderSink
 from composer2.rl.system.worker import GroupRequest, RolloutPool
-from composer2.rl.train import RLConfig, score_groups, train_step
+from composer2.rl.train import Credit, RLConfig, score_groups, train_step
 from composer2.types import Group, RolloutStatus, Task
 
 MAX_DUPLICATES = 1000
@@ -74,9 +75,11 @@ class RLLoop:
         seed: int,
         state: LoopState | None = None,
         reference: Transformer | None = None,
+        credit: Credit = group_samples,
     ) -> None:
         self.model, self.optimizer, self.config = model, optimizer, config
         self.pool, self.sink, self.task_at, self.seed, self.reference = pool, sink, task_at, seed, reference
+        self.credit = credit
         state = state or LoopState()
         shape = ReconcilerConfig(
             prompts_per_step=config.prompts_per_step,
@@ -129,7 +132,15 @@ class RLLoop:
             )
             train_started = time.perf_counter()
             metrics: dict[str, Any] = dict(
-                train_step(self.model, self.optimizer, groups, self.config, step=plan.step, reference=self.reference)
+                train_step(
+                    self.model,
+                    self.optimizer,
+                    groups,
+                    self.config,
+                    step=plan.step,
+                    reference=self.reference,
+                    credit=self.credit,
+                )
             )
             done = self.reconciler.end_step()
             for task_id in plan.task_ids:

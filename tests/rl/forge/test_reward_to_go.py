@@ -14,14 +14,17 @@ from composer2.env.template import TinyTemplate
 from composer2.rl.advantage import AdvantageConfig, group_samples
 from composer2.rl.forge.reward_to_go import (
     StepRewardConfig,
+    process_rewards,
     speed,
     step_advantages,
+    step_credit,
     step_rewards,
     step_samples,
     steps_of,
     trajectory_baselines,
 )
-from composer2.types import Span, SpanKind
+from composer2.rl.kl import KLConfig
+from composer2.types import Message, Role, Span, SpanKind, ToolResult
 
 PLAIN = StepRewardConfig(alpha=0.0, beta=0.0)
 
@@ -210,3 +213,30 @@ def test_errors(build):
     for fields in ({"alpha": -1.0}, {"beta": float("nan")}, {"base_seconds": 0.0}, {"baseline": "critic"}):
         with pytest.raises(ValueError, match=rf"StepRewardConfig\.{next(iter(fields))} is"):
             StepRewardConfig(**fields)
+
+
+def test_credit_for_the_trainer_by_hand(build):
+    """Two rollouts of two steps: one had an error in its first step, and it failed; the other passed at once."""
+    config = StepRewardConfig(alpha=0.5, beta=0.2, base_seconds=10.0)
+    wrong = ToolResult(content="error: no", is_error=True)
+    right = ToolResult(content="ok")
+    rollouts = []
+    for reward, seconds, answers in ((0.0, 30.0, (wrong, right)), (1.0, 10.0, (right, right))):
+        messages = [Message(role=Role.USER, content="task")]
+        for answer in answers:
+            messages += [Message(role=Role.ASSISTANT), Message(role=Role.TOOL, tool_results=(answer,))]
+        rollout = replace(build.rollout(), segments=(with_spans(build, 2, 1),), reward=reward, seconds=seconds)
+        rollouts.append(replace(rollout, messages=tuple(messages)))
+    group = build.group([0.0, 1.0])
+    group = replace(group, rollouts=tuple(rollouts))
+    np.testing.assert_array_equal(process_rewards(rollouts[0]), [-1.0, 0.0])
+    samples = step_credit(config)(group, AdvantageConfig(), temperature=0.7, policy_version=3, group_index=5)
+    # Returns: -.5 + .2 * 1/4 = -.45 and .2 * 1/2 + 1 = 1.1; each is the other's baseline.
+    for sample, (first, second) in zip(samples, [(-0.45 - 1.1, 0.05 - 1.1), (1.1 + 0.45, 1.1 + 0.45)], strict=True):
+        np.testing.assert_allclose(sample.advantages[sample.loss_mask], [first, first, second], rtol=1e-6)
+        assert (sample.temperature, sample.group) == (0.7, 5)
+
+
+def test_credit_for_steps_refuses_a_kl_term(build):
+    with pytest.raises(ValueError, match=r"KLConfig.weight is 0.1, accepted with credit for steps is 0"):
+        step_credit(PLAIN)(build.group([0.0, 1.0]), AdvantageConfig(kl=KLConfig(weight=0.1)))
