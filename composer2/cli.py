@@ -8,8 +8,9 @@
     composer2 report RUN                           write the report again
     composer2 inspect run RUN [N]                  read a run, its rollouts turn by turn
     composer2 inspect model NAME|DIR               count a published model, or one in a folder
+    composer2 plan NAME --gpus N --gpu b200        memory a rank and traffic a step of a layout
 
-Source: rows X1 X2 X4 X5.
+Source: rows X1 X2 X4 X5 D6.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from composer2.log import Console, Mode, fail
 from composer2.types import PodError
+
+if TYPE_CHECKING:
+    from composer2.model.config import ModelConfig
 
 TRAINING = {"train": "report", "cpt": "cpt-long", "sft": "sft", "rl": "rl", "eval": "eval-rl"}
 """Commands that run the pipeline, and the stage each one ends with."""
@@ -224,12 +229,60 @@ def _inspect_model(argv: Sequence[str]) -> int:
     return 0
 
 
+def _plan(argv: Sequence[str]) -> int:
+    from composer2.config import apply_overrides
+    from composer2.dist.plan import GPU_MEMORY_GB, PlanConfig, choose_plan, plan_view
+
+    summary = (
+        "Memory a rank and traffic a step, from the model on the meta device. Degrees that are not given are chosen. "
+        "Every field of PlanConfig can be overridden, e.g. --seq-len 262144; --fields lists them."
+    )
+    parser = _parser("plan", summary)
+    parser.add_argument("preset", help="a published name, e.g. kimi-k2.5, or a preset of train")
+    parser.add_argument("--gpus", type=int, required=True, help="ranks, dp * cp")
+    parser.add_argument("--gpu", default="b200", help=f"one of {', '.join(GPU_MEMORY_GB)}")
+    for degree in ("dp", "cp", "ep"):
+        parser.add_argument(f"--{degree}", type=int, help="default: chosen")
+    parser.add_argument("--fields", action="store_true", help="list every field of PlanConfig and leave")
+    options, overrides = parser.parse_known_args(argv)
+    config = _named_model(options.preset)
+    if options.gpu not in GPU_MEMORY_GB:
+        raise ValueError(f"gpu is {options.gpu!r}, accepted is one of {', '.join(GPU_MEMORY_GB)}")
+    default = PlanConfig(seq_len=min(PlanConfig().seq_len, config.max_position_embeddings))
+    arguments = ["--help"] if options.fields else overrides
+    settings = apply_overrides(default, arguments, prog=f"composer2 plan {options.preset}")
+    memory = GPU_MEMORY_GB[options.gpu]
+    degrees = {name: getattr(options, name) for name in ("dp", "cp", "ep")}
+    chosen, plans = choose_plan(config, options.gpus, settings, gpu_bytes=int(memory * 1e9), **degrees)
+    title = f"{options.preset} on {options.gpus} {options.gpu} of {memory:g} GB"
+    renderable, record = plan_view(chosen, plans, title)
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.show(renderable, {"preset": options.preset, "gpus": options.gpus, "gpu": options.gpu, **record})
+    return 0
+
+
+def _named_model(name: str) -> ModelConfig:
+    """The policy of a preset of `train`, or a published model."""
+    from composer2.config import nearest_names
+    from composer2.model.families import FAMILIES
+    from composer2.recipes import PRESETS
+
+    if name in PRESETS:
+        preset = PRESETS[name]()
+        return replace(preset.model, vocab_size=preset.vocab_size)
+    if name not in FAMILIES:
+        names = list(dict.fromkeys((*PRESETS, *FAMILIES)))
+        raise ValueError(f"preset is {name!r}, accepted are {', '.join(names)}{nearest_names(name, names)}")
+    return FAMILIES[name]()
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     **{name: (lambda argv, name=name: _train(name, argv)) for name in TRAINING},  # type: ignore[misc]
     "generate": _generate,
     "solve": _solve,
     "report": _report,
     "inspect": _inspect,
+    "plan": _plan,
 }
 
 
