@@ -171,7 +171,8 @@ class Generation:
 
 
 class Sampler(Protocol):
-    """Draws tokens from the policy. A `session` is one context window of a rollout; its KV cache outlives a call."""
+    """Draws tokens from the policy. A `session` is one rollout, window after window: its KV cache outlives a call, and
+    what the next context has in common with the last one stays in it."""
 
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, session: str, group: str, seed: int

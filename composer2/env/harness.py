@@ -9,6 +9,7 @@ Training, evaluation and use run this same function (row E6).
 Source: report §4.1 (self-summaries; every token the model generated gets the final reward), §6.2; rows E6 R3 A3 I1.
 Choice: a summary is sampled, and trained, at the end of the window it sums up, where the cache still holds all of it.
 The next window quotes it as part of its prompt, not trained a second time.
+Choice: all windows of a rollout are one session of the sampler, so the prompt they share stays in its cache.
 Choice: a window is closed while there is still room for a turn, its answers and a summary, so nothing is ever cut out
 of a window that a token was sampled on.
 `on_full = "truncate"` is a comparison: the oldest turns are dropped instead, and what they said is gone.
@@ -182,7 +183,6 @@ class _Episode:
     def _cut(self) -> None:
         """Go on in a window without the oldest turns."""
         self.events["context_cut"] += 1
-        self.sampler.release(f"{self.session}/{len(self.windows) - 1}")
         room = self.limits.context_budget - self.limits.reserve(0)
         self.windows.append(self.windows[-1].without_oldest(self.template.render_prompt(self.task), room))
 
@@ -191,7 +191,7 @@ class _Episode:
         generation = await self.sampler.generate(
             tuple(window.token_ids),
             replace(self.sampling, max_tokens=max_tokens),
-            session=f"{self.session}/{index}",
+            session=self.session,
             group=self.group,
             seed=generation_seed(self.seed, index, len(window.generations)),
         )
@@ -212,7 +212,6 @@ class _Episode:
         if ids[-1] not in self.template.stop_ids:
             self.events["malformed_summary"] += 1
         self.messages.append(Message(role=Role.ASSISTANT, content=self.template.parse_turn(ids).text))
-        self.sampler.release(f"{self.session}/{len(self.windows) - 1}")
         self._open(ids)
         return True
 
@@ -337,7 +336,7 @@ async def run_episode(
             ended = await episode.run()
             final_files = await workspace.final_files()
         finally:
-            sampler.release(f"{session}/{max(len(episode.windows) - 1, 0)}")
+            sampler.release(session)
             await workspace.close()
         grade = await grader.grade(task, final_files)
         status = ended

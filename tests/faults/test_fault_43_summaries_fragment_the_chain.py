@@ -45,3 +45,10 @@ def test_a_malformed_summary_is_trained_like_any_other(build):
     )
     samples = group_samples(type(group)(task=group.task, rollouts=(broken, group.rollouts[1])), AdvantageConfig())
     assert [float(sample.advantages[-1]) for sample in samples] == [-0.5, -0.5, 0.5]
+
+
+def test_a_chain_that_the_machinery_lost_is_in_no_baseline(build):
+    """Its windows and its summaries were sampled and are on record, and yet nobody knows what they led to."""
+    group = build.group([0.0, 1.0, 0.0], lost=(0,), segments=[chain(build)[:2], *[(build.segment(6, 2),)] * 2])
+    samples = group_samples(group, AdvantageConfig())
+    assert [float(sample.advantages[-1]) for sample in samples] == [0.5, -0.5]
