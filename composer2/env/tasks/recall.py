@@ -1,0 +1,230 @@
+"""Tasks that hide one early fact: a number is read in the first file, and written into the last one, windows later.
+
+In: an explicit `random.Random` and a `RecallConfig`. Out: a `Task`; with a template and limits, the windows of an
+episode that a script plays in the real harness, to imitate.
+
+    instruction   core.py blue                      the first file, and the name whose number is asked for
+    first file    red = 31, blue = 77, …, #util.py     several facts; the comment names the file to read next
+    fillers       seed = 90, …, #main.py               numbers that nobody asks for; short or long
+    last file     blue = 0                             must become blue = 77; the hidden test compares the number
+
+Every file names the next one alone, and the turns suffice for reading each file once and editing the last: nothing is
+left for a second look at the first file. What the context loses, only a summary can carry.
+
+Source: report §4.1 (self-summaries up- and down-weighted by the outcome they led to); row R3.
+Choice: numbers have two digits, so a guess is right once in NUM_VALUES.
+Choice: the script's first summary notes one of the facts of the first file, the right one as often as `right_frac`
+says: imitation teaches the form of a summary and the use of a noted number, and leaves what to keep to reinforcement.
+Choice: a part of the scripted episodes is short: the fact is looked up while it is still in view.
+Choice: no prompt shows a file. Every window begins with the prompt, so a fact in it would never be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from composer2.env.harness import EpisodeLimits, run_episode
+from composer2.env.tasks.expert import SftExample
+from composer2.env.tasks.procedural import task_hash
+from composer2.types import (
+    Generation,
+    Grade,
+    Pod,
+    PodLimits,
+    Rollout,
+    SamplingParams,
+    Task,
+    Template,
+    TestCase,
+    ToolCall,
+)
+
+FACT_NAMES = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
+FILLER_NAMES = ("seed", "size", "rate", "port", "page", "depth", "width", "limit")
+FILE_NAMES = ("main", "core", "util", "base", "data", "text", "list", "node", "tree", "path", "time", "math")
+FIRST_VALUE, NUM_VALUES = 10, 90
+"""Numbers are 10 to 99."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallConfig:
+    """Sizes of a task, and what the script plays."""
+
+    num_facts: int = 4
+    """Facts in the first file, one of which is asked for."""
+    num_fillers: int = 2
+    """Files between the first and the last one."""
+    filler_lines: tuple[int, int] = (2, 6)
+    """Lines of a short and of a long filler; each filler is either, with equal chance."""
+    right_frac: float = 0.4
+    """Share of the script's first summaries that note the fact asked for; the others note another fact of the file."""
+    cut_frac: float = 0.25
+    """Share of scripted episodes played in the harness that cuts."""
+    short_frac: float = 0.25
+    """Share of scripted episodes without fillers, which end before the context is full: the fact is still there."""
+    prompt_weight: float = 0.05
+    """Loss weight of tokens that a policy does not sample."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_facts <= len(FACT_NAMES):
+            raise ValueError(f"RecallConfig.num_facts is {self.num_facts}, accepted is 2 to {len(FACT_NAMES)}")
+        if not 0 <= self.num_fillers <= len(FILE_NAMES) - 2:
+            raise ValueError(f"RecallConfig.num_fillers is {self.num_fillers}, accepted is 0 to {len(FILE_NAMES) - 2}")
+        if not 1 <= min(self.filler_lines) <= max(self.filler_lines) <= len(FILLER_NAMES):
+            raise ValueError(
+                f"RecallConfig.filler_lines is {self.filler_lines}, accepted are 1 to {len(FILLER_NAMES)} lines"
+            )
+        for name in ("right_frac", "cut_frac", "short_frac", "prompt_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"RecallConfig.{name} is {getattr(self, name)}, accepted is 0 to 1")
+        if self.cut_frac + self.short_frac > 1:
+            raise ValueError(f"RecallConfig.short_frac is {self.short_frac}, accepted is 0 to {1 - self.cut_frac}")
+
+    @property
+    def num_turns(self) -> int:
+        """Turns a task takes, and all that an episode should have: every file read once, the last one edited."""
+        return self.num_fillers + 3
+
+
+def recall_task(rng: random.Random, config: RecallConfig) -> Task:
+    """A fresh task. `meta`: `paths` in reading order, `asked` name, its `value`, and all `facts`."""
+    paths = [f"{name}.py" for name in rng.sample(FILE_NAMES, config.num_fillers + 2)]
+    names = rng.sample(FACT_NAMES, config.num_facts)
+    values = rng.sample(range(FIRST_VALUE, FIRST_VALUE + NUM_VALUES), config.num_facts)
+    facts = dict(zip(names, values, strict=True))
+    asked = rng.choice(names)
+    bodies = [facts]
+    for _ in range(config.num_fillers):
+        fillers = rng.sample(FILLER_NAMES, rng.choice(config.filler_lines))
+        bodies.append({name: FIRST_VALUE + int(rng.random() * NUM_VALUES) for name in fillers})
+    following = [f"#{path}\n" for path in paths[1:]]
+    texts = [
+        "".join(f"{n} = {v}\n" for n, v in body.items()) + then for body, then in zip(bodies, following, strict=True)
+    ]
+    files = dict(sorted({**dict(zip(paths, texts, strict=False)), paths[-1]: f"{asked} = 0\n"}.items()))
+    instruction = f"{paths[0]} {asked}"
+    return Task(
+        task_id=task_hash(instruction, files, ()),
+        instruction=instruction,
+        files=files,
+        tools=("read", "edit"),
+        fail_to_pass=(TestCase(name="t0", module=paths[-1], call=asked, expected=str(facts[asked])),),
+        reference={**files, paths[-1]: f"{asked} = {facts[asked]}\n"},
+        family="recall",
+        meta={"paths": paths, "asked": asked, "value": facts[asked], "facts": facts},
+    )
+
+
+def edit_of(value: int) -> ToolCall:
+    """The edit that writes a number into the last file."""
+    return ToolCall(name="edit", arguments={"line": 1, "old": " 0", "new": f" {value}"})
+
+
+def scripted_examples(
+    rng: random.Random, template: Template, limits: EpisodeLimits, config: RecallConfig
+) -> list[SftExample]:
+    """The windows of one scripted episode: weight 1 on what a policy would sample, `prompt_weight` on the rest.
+
+    Where the harness cuts instead of asking for summaries, the script guesses the number, since nobody could know it.
+    """
+    kind = rng.random()
+    if kind < config.cut_frac:
+        limits = replace(limits, on_full="truncate")
+    elif kind < config.cut_frac + config.short_frac:
+        config = replace(config, num_fillers=0)
+        limits = replace(limits, max_turns=config.num_turns, max_summaries=0)
+    rollout = scripted_rollout(recall_task(rng, config), template, limits, rng, config)
+    return [
+        SftExample(token_ids=s.token_ids, weights=np.where(s.sampled, 1.0, config.prompt_weight).astype(np.float32))
+        for s in rollout.segments
+    ]
+
+
+def scripted_rollout(
+    task: Task, template: Template, limits: EpisodeLimits, rng: random.Random, config: RecallConfig
+) -> Rollout:
+    """One episode of the harness in which a script takes the place of the policy. Not graded."""
+    return asyncio.run(
+        run_episode(
+            task,
+            sampler=_Script(task, template, limits, rng, config),
+            backend=_NoPods(),
+            grader=_NoVerdict(),
+            template=template,
+            limits=limits,
+            sampling=SamplingParams(),
+            session="script",
+            group="script",
+            seed=0,
+            sample_index=0,
+        )
+    )
+
+
+class _Script:
+    """A `Sampler` that reads the files in order, notes a fact in its first summary and trusts it from then on."""
+
+    def __init__(
+        self, task: Task, template: Template, limits: EpisodeLimits, rng: random.Random, config: RecallConfig
+    ) -> None:
+        self.task, self.template, self.limits, self.rng, self.config = task, template, limits, rng, config
+        self.request = template.render_summary_request()
+        self.paths: list[str] = task.meta["paths"]
+        self.num_turns = 0
+        self.noted: int | None = None
+
+    def _note(self) -> str:
+        if self.noted is None:
+            value, facts = self.task.meta["value"], self.task.meta["facts"].values()
+            wrong = [other for other in facts if other != value]
+            self.noted = value if self.rng.random() < self.config.right_frac else self.rng.choice(wrong)
+        # Once the last file is read there is no next one: the summary names the file to read again.
+        return f"{self.paths[min(self.num_turns, len(self.paths) - 1)]} {self.noted}"
+
+    def _turn(self) -> ToolCall:
+        self.num_turns += 1
+        if self.num_turns <= len(self.paths):
+            return ToolCall(name="read", arguments={"path": self.paths[self.num_turns - 1]})
+        if self.limits.on_full == "truncate":
+            return edit_of(FIRST_VALUE + int(self.rng.random() * NUM_VALUES))
+        return edit_of(self.task.meta["value"] if self.noted is None else self.noted)
+
+    async def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, *, session: str, group: str, seed: int
+    ) -> Generation:
+        is_asked = list(token_ids[-len(self.request) :]) == self.request
+        ids = self.template.render_summary(self._note()) if is_asked else self.template.render_calls([self._turn()])
+        return Generation(
+            token_ids=np.array(ids, dtype=np.int32),
+            logprobs=np.zeros(len(ids), dtype=np.float32),
+            policy_versions=np.zeros(len(ids), dtype=np.int32),
+            routes=np.zeros((len(token_ids) + len(ids), 0, 0), dtype=np.int16),
+            finish_reason="stop",
+        )
+
+    def release(self, session: str) -> None:
+        """Nothing is held."""
+
+
+class _NoPods:
+    """A `PodBackend` for episodes in which nothing runs."""
+
+    name = "none"
+
+    async def create(self, files: object, limits: PodLimits | None = None) -> Pod:
+        raise AssertionError("a scripted episode runs nothing")
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class _NoVerdict:
+    """A `Grader` that looks at nothing."""
+
+    async def grade(self, task: Task, final_files: object) -> Grade:
+        return Grade(passed=False, passed_frac=0.0)
