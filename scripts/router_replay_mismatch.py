@@ -123,7 +123,8 @@ def p99_difference(
 
     tasks = np.arange(len(ours))
     drawn = [difference(rng.integers(len(tasks), size=len(tasks))) for _ in range(num_resamples)]
-    return (difference(tasks), *(float(bound) for bound in np.quantile(drawn, [0.025, 0.975])))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return difference(tasks), float(low), float(high)
 
 
 def differing_slots(comparison: Comparison) -> int:
@@ -166,7 +167,7 @@ def draw(measured: Mapping[str, Sequence[Comparison]], figures: Mapping[str, flo
     over_tau.axhline(figures["p99_off"], color="0.5", ls="--", label="p99, replay off")
     over_tau.plot(TAUS, [figures[f"p99_{name}"] for name in names], "o-", label="p99, replay on")
     over_tau.set(xlabel="tau (0: no filter)", ylabel="p99 of |Δ log-prob|, nats", ylim=(0, None))
-    over_tau.legend(loc="lower left", fontsize=8)
+    over_tau.legend(loc="center left", fontsize=8)
     share = over_tau.twinx()
     share.plot(TAUS, [1e6 * figures[f"replaced_expert_frac_{name}"] for name in names], "s:", color="C3")
     share.set_ylabel("replaced slots, ppm", color="C3")
