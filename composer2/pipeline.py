@@ -44,6 +44,7 @@ from composer2.model.pretrain.phases import (
 )
 from composer2.model.tokenizer import Tokenizer
 from composer2.model.transformer import Transformer, init_weights
+from composer2.own_tries import collect, train_on_own_tries
 from composer2.pipeline_rl import stage_eval, stage_mismatch, stage_rl
 from composer2.rl.evaluate import compare
 from composer2.run import Interrupted, Run, stop_on_interrupt, write_json
@@ -180,7 +181,28 @@ def stage_cpt_long(run: Run) -> dict[str, Any]:
 
 
 def stage_sft(run: Run) -> dict[str, Any]:
-    """Phase 3: the scripted expert, MTP jointly."""
+    """Phase 3: the scripted expert, MTP jointly; then rounds on the policy's own wrong tries, if any are asked for."""
+    tokens, num_windows, pool = imitate_expert(run)["sft_train_tokens"], 0, []
+    for number in range(run.config.own_tries.num_rounds):
+        name = f"own-tries-{number}"
+        known = run.result(name)
+        pool += collect(run, number)
+        if known is None:
+            num_steps = run.config.own_tries.num_steps
+            with run.console.stage(f"sft round {number + 1}", total=num_steps, detail="own wrong tries") as stage:
+                control = phase_control(run, name, stage, name)
+                known = {"tokens": train_on_own_tries(run, control, number, pool)}
+            run.finish(name, known)
+        tokens += known["tokens"]
+        num_windows = len(pool)
+    return {"sft_train_tokens": tokens, "own_tries": num_windows}
+
+
+def imitate_expert(run: Run) -> dict[str, Any]:
+    """The scripted expert alone."""
+    known = run.result("sft-expert")
+    if known is not None:
+        return known
     model = load_model(run.model_dir("cpt-long")).to(run.config.device)
     with run.console.stage("sft", total=run.config.sft.num_steps, detail="phase 3, scripted expert") as stage:
         control = phase_control(run, "sft", stage, "sft")
@@ -194,6 +216,7 @@ def stage_sft(run: Run) -> dict[str, Any]:
         )
         finished_or_interrupt(result)
     save_model(run.model_dir("sft"), model)
+    run.finish("sft-expert", {"sft_train_tokens": result.tokens})
     return {"sft_train_tokens": result.tokens}
 
 

@@ -1,5 +1,6 @@
 """Presets: they construct, survive JSON, and `small` trains two steps of every stage at reduced width."""
 
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from composer2 import pipeline
+from composer2 import own_tries, pipeline
 from composer2.config import from_json, to_json
+from composer2.env.tasks.expert import OwnTriesConfig, sft_example
+from composer2.env.tasks.procedural import generate_task
 from composer2.log import Console, read_metrics
 from composer2.model.checkpoint.native import load_model
 from composer2.model.pretrain.corpus import SourceConfig
@@ -194,3 +197,40 @@ def test_draws_and_credit_of_the_config_reach_the_trainer(tmp_path, monkeypatch,
     # Rewards are all 0 here, but times differ: credit for turns sees them.
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(record["num_tokens"] > 0 for record in records if record["stage"] == "rl")
+
+
+@pytest.mark.slow
+def test_rounds_on_own_wrong_tries(tmp_path, monkeypatch):
+    """Two rounds of two steps, interrupted after the first round's episodes and resumed on the same windows."""
+    monkeypatch.setattr(pipeline, "fit_loss", partial(fit_loss, min_points=2))
+    base = reduced_small(Path(__file__).parents[1] / "composer2" / "rl")
+    episode = replace(base.episode, max_turns=2, locate_failures=True)
+    config = replace(base, episode=episode, own_tries=OwnTriesConfig(num_rounds=2, num_tasks=2, num_steps=2))
+
+    def failed_try(task, template, rollout, expert, max_tries):
+        """An untrained policy never runs the tests; one window a rollout stands in for what it would have done."""
+        return sft_example(task, template, random.Random(rollout.sample_index), expert)[:1]
+
+    monkeypatch.setattr(own_tries, "after_own_tries", failed_try)
+    with Console("quiet") as console:
+        run = Run(tmp_path / "run", config, console)
+        assert run_stages(run, last="cpt-long")
+        run = Run(tmp_path / "run", config, console)
+        pipeline.imitate_expert(run)
+        before = load_model(run.model_dir("sft")).state_dict()
+        stored = own_tries.collect(run, 0)
+        assert len(stored) == 4
+        run = Run(tmp_path / "run", config, console)
+        monkeypatch.setattr(own_tries, "generate_task", None)  # nothing is drawn again for round 0
+        with pytest.raises(TypeError):
+            pipeline.stage_sft(run)  # round 0 ends on the stored windows, round 1 needs tasks
+        monkeypatch.setattr(own_tries, "generate_task", generate_task)
+        run = Run(tmp_path / "run", config, console)
+        assert run_stages(run, last="sft")
+    assert run.result("sft")["own_tries"] == 8
+    assert run.result("sft")["sft_train_tokens"] > run.result("sft-expert")["sft_train_tokens"]
+    for (ids, weights), (again, weights_again) in zip(stored, own_tries.collect(run, 0), strict=True):
+        np.testing.assert_array_equal(ids, again)
+        np.testing.assert_array_equal(weights, weights_again)
+    after = load_model(run.model_dir("sft")).state_dict()
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])

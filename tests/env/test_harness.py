@@ -9,6 +9,7 @@ import pytest
 from composer2.env.grade import PodGrader
 from composer2.env.harness import EpisodeLimits, generation_seed
 from composer2.env.json_template import JsonTemplate
+from composer2.env.tasks.expert import ExpertConfig, after_own_tries
 from composer2.env.template import TinyTemplate
 from composer2.types import PodError, Role, RolloutStatus, SpanKind
 
@@ -80,6 +81,31 @@ def test_a_task_may_narrow_the_context_and_not_widen_it(fakes):
         rollout, *_ = play(fakes, turns, task=given, context_budget=budget, **roomy)
         assert rollout.status is status
         assert rollout.seconds > 0
+
+
+def test_the_expert_goes_on_after_the_policy_s_own_failed_runs(fakes):
+    """Windows keep what was sampled without weight, stop after a failed run, and end with the reference's edit."""
+    task = replace(
+        fakes.make_task(), meta={"line": 2, "old": " >", "new": " >=", "bug_kind": "x", "path": "solution.py"}
+    )
+    other = "<|edit|>3<|sep|> x<|sep|> 7<|run|><|end|>"
+    turns = [WRONG_AND_RUN, "<|read|>solution.py<|end|>", other, FIX_AND_RUN, "<|finish|><|end|>"]
+    rollout, _, _, tokenizer = play(fakes, turns, task=task)
+    assert rollout.attempts == (False, False, True)
+    template = TinyTemplate(tokenizer)
+    solution = tokenizer.ids(FIX_AND_RUN + "<|result|><|ok|><|result|><|pass|><|agent|><|finish|><|end|>")
+    one, two = after_own_tries(task, template, rollout, ExpertConfig(prompt_weight=0.25), 2)
+    ids = rollout.segments[0].token_ids.tolist()
+    p = len(template.render_prompt(task))
+    first = p + 8 + 6  # edit 2 sep 3 sep 5 run end; result ok result fail N agent
+    assert one.token_ids.tolist() == ids[:first] + solution
+    assert one.weights.tolist() == [0.25] * p + [0.0] * 14 + [1.0] * 9 + [0.0] * 5 + [1.0] * 2
+    third = rollout.segments[0].spans[6].stop
+    assert two.token_ids.tolist() == ids[:third] + solution
+    assert two.weights.tolist()[p:third] == [0.0] * (third - p)
+    assert len(after_own_tries(task, template, rollout, ExpertConfig(), 1)) == 1
+    solved, *_ = play(fakes, [FIX_AND_RUN, "<|finish|><|end|>"], task=task)
+    assert after_own_tries(task, template, solved, ExpertConfig(), 2) == []
 
 
 def test_stats_split_the_tokens_by_kind(fakes):

@@ -5,11 +5,14 @@ In: a task and a template. Out: token ids with a weight for each token, as the h
     plain      prompt | edit run | results | finish
     unopened   prompt | read | results | edit run | …         (search: one more turn before)
     wrong      prompt | edit run (weight 0) | results | … | edit run | results | finish
+    own tries  prompt | what the policy did, to a failed run (weight 0) | edit run | results | finish
     summary    prompt | edit run (weight 0) | results | <|summarize|> summary ; prompt summary | edit run | …
 
 Source: report §2 (self-summary of a long rollout), §3 (supervised phase before RL); rows P4 R3 E6.
 Choice: wrong tries are real single mutations of the broken file with the answers its tests really give, and carry no
-weight, so the policy learns to go on after a failure and not to fail. Text runs through the template only.
+weight, so the policy learns to go on after a failure and not to fail.
+Choice: wrong tries drawn at random are not those a policy makes; after its own ones the expert is asked again (dataset
+aggregation), so that a second try is learnt where it is needed. Text runs through the template only.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from composer2.env.tasks.mutate import Mutation, apply_mutation, candidate_mutat
 from composer2.env.tasks.record import compile_calls, run_calls
 from composer2.env.tools.lines import EditError, apply_edit, number_lines, split_lines
 from composer2.env.tools.registry import run_answer
-from composer2.types import CallStatus, Task, Template, ToolCall, ToolResult
+from composer2.types import CallStatus, Role, Rollout, SpanKind, Task, Template, ToolCall, ToolResult
 
 RUN = ToolCall(name="run")
 FINISH = ToolCall(name="finish")
@@ -55,6 +58,37 @@ class ExpertConfig:
                 raise ValueError(f"ExpertConfig.{name}: {getattr(self, name)}, accepted is 0 to 1")
         if self.max_wrong < 1:
             raise ValueError(f"ExpertConfig.max_wrong: {self.max_wrong}, accepted is 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTriesConfig:
+    """Fine-tuning on what the expert would do after the policy's own wrong tries."""
+
+    num_rounds: int = 0
+    """Times that episodes are collected with the newest policy and trained on; 0 leaves all of it out."""
+    num_tasks: int = 4000
+    """Fresh training tasks of a round."""
+    num_samples: int = 2
+    """Episodes of each."""
+    num_steps: int = 1000
+    """Optimizer steps of a round; the rate falls linearly to 0."""
+    lr: float = 1.5e-3
+    """Peak learning rate of a round."""
+    own_frac: float = 0.5
+    """Share of own tries in a batch, the rest are the expert's transcripts."""
+    max_tries: int = 2
+    """An episode gives an example after each of its first so many failed runs."""
+
+    def __post_init__(self) -> None:
+        if self.num_rounds < 0:
+            raise ValueError(f"OwnTriesConfig.num_rounds: {self.num_rounds}, accepted is 0 or more")
+        for name in ("num_tasks", "num_samples", "num_steps", "max_tries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"OwnTriesConfig.{name}: {getattr(self, name)}, accepted is 1 or more")
+        if not 0 < self.own_frac <= 1:
+            raise ValueError(f"OwnTriesConfig.own_frac: {self.own_frac}, accepted is above 0, up to 1")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"OwnTriesConfig.lr: {self.lr}, accepted is a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +247,34 @@ def sft_example(
     _add_opening(second, template, task, is_located=True)
     _add_solution(second, template, task)
     return [window.example(), second.example()]
+
+
+def after_own_tries(
+    task: Task, template: Template, rollout: Rollout, config: ExpertConfig, max_tries: int
+) -> list[SftExample]:
+    """Windows that begin as the policy's episode did, up to a failed run, and end with the expert's fix.
+
+    One for each of the first `max_tries` failed runs of the first window. What the policy sampled has weight 0."""
+    if not rollout.segments:
+        return []
+    segment = rollout.segments[0]
+    results = [span for span in segment.spans if span.kind is SpanKind.RESULT]
+    answers = [message.tool_results for message in rollout.messages if message.role is Role.TOOL]
+    stops = [
+        span.stop
+        for span, answer in zip(results, answers, strict=False)
+        if any(result.content.startswith("fail") for result in answer)
+    ]
+    examples = []
+    ids = segment.token_ids.tolist()
+    start = segment.spans[0].stop
+    for stop in stops[:max_tries]:
+        window = Transcript()
+        window.add(ids[:start], config.prompt_weight)
+        window.add(ids[start:stop], 0.0)
+        _add_solution(window, template, task)
+        examples.append(window.example())
+    return examples
 
 
 def _add_opening(window: Transcript, template: Template, task: Task, *, is_located: bool) -> None:
