@@ -436,6 +436,10 @@ class PodError(RuntimeError):
     """The machinery failed (not the code in the pod): the rollout becomes INFRASTRUCTURE and is not trained."""
 
 
+class PodRefused(PodError):
+    """This machine does not permit what a pod needs; trying again will not help."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grade:
     """Verdict of a grader on final files."""

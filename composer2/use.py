@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +192,21 @@ def solve(
     if len(failures) and all(rollout.error for rollout in rollouts):
         raise ValueError(f"no episode could run: {'; '.join(sorted(failures))}")
     return task, max(rollouts, key=lambda rollout: (rollout.passed, rollout.passed_frac))
+
+
+def apply_changes(folder: Path, changed: Mapping[str, str]) -> None:
+    """Write changed files back, each whole or not at all, with the line ends and the permissions the file had."""
+    for name, text in changed.items():
+        path = folder / name
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                if "\r\n" in file.read():
+                    text = text.replace("\r\n", "\n").replace("\n", "\r\n")
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8", newline="")
+        if path.exists():
+            shutil.copymode(path, partial)
+        os.replace(partial, path)
 
 
 def changed_files(task: Task, rollout: Rollout) -> Mapping[str, str]:

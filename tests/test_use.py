@@ -6,7 +6,7 @@ import pytest
 
 from composer2.env.tasks.record import plain_tests
 from composer2.types import Rollout, RolloutStatus
-from composer2.use import MAX_FILE_BYTES, changed_files, folder_task, newest_model, solve
+from composer2.use import MAX_FILE_BYTES, apply_changes, changed_files, folder_task, newest_model, solve
 
 MODULE = """def largest(items):
     return min(items)
@@ -147,3 +147,15 @@ def test_what_is_no_file_of_the_folder_is_left_out(folder, tmp_path_factory):
 def test_at_least_one_sample(folder):
     with pytest.raises(ValueError, match="samples is 0, accepted is 1 or more"):
         solve(folder, "", folder, samples=0, seed=0, allow_unsafe=False)
+
+
+def test_applied_changes_keep_line_ends_and_permissions(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_bytes(b"a = 1\r\nb = 2\r\n")
+    script.chmod(0o755)
+    (tmp_path / "plain.py").write_text("a = 1\n")
+    apply_changes(tmp_path, {"run.py": "a = 1\nb = 3\n", "plain.py": "a = 2\n", "new.py": "c = 1\n"})
+    assert script.read_bytes() == b"a = 1\r\nb = 3\r\n"
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "plain.py").read_bytes() == b"a = 2\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.py", "plain.py", "run.py"]

@@ -93,7 +93,7 @@ class EpisodeLimits:
             raise ValueError(
                 f"EpisodeLimits.max_result_tokens is {self.max_result_tokens}, accepted is {least} or more"
             )
-        if self.run_timeout <= 0:
+        if not 0 < self.run_timeout < float("inf"):
             raise ValueError(f"EpisodeLimits.run_timeout is {self.run_timeout}, accepted is above 0 seconds")
         can_summarize = self.on_full == "summarize" and self.max_summaries > 0
         least = self.reserve(self.max_summary_tokens if can_summarize else 0)

@@ -27,7 +27,7 @@ from typing import Any
 
 from composer2.env import frames
 from composer2.env.pod_server import MAX_PACKET_BYTES
-from composer2.types import CallOutcome, CallStatus, ExecResult, PodError, PodLimits
+from composer2.types import CallOutcome, CallStatus, ExecResult, PodError, PodLimits, PodRefused
 
 _START_SECONDS = 60.0
 """For the server's first word; a crowded machine needs some."""
@@ -219,7 +219,9 @@ class _Server:
         message = json.loads(packet) if packet else {}
         if "hello" not in message:
             self.stop()
-            raise PodError(message.get("refused") or f"the pod server did not start: {self.why_dead}")
+            if "refused" in message:
+                raise PodRefused(message["refused"])
+            raise PodError(f"the pod server gave no sign within {_START_SECONDS:.0f} seconds: {self.why_dead}")
         self.control.setblocking(False)
         return message["hello"]
 

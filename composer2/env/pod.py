@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from composer2.env.local import LocalPods, ServedPods
 from composer2.env.process import UNSAFE_FLAG, ProcessPods
-from composer2.types import PodError
+from composer2.types import PodError, PodRefused
 
 BACKEND_NAMES = ("auto", "local", "process")
 
@@ -17,7 +17,8 @@ def open_backend(name: str = "auto", allow_unsafe: bool = False) -> tuple[Served
     """A backend whose server runs and has made one pod, and the reason for the choice, for the log.
 
     `auto` is `local`; only with `allow_unsafe` it becomes `process` where isolation is not permitted. PodError with
-    the machine's reason when there is none, ValueError for an unknown name.
+    the machine's reason when there is none, or when the server did not answer in time: that is no reason to go without
+    isolation. ValueError for an unknown name.
     """
     if name not in BACKEND_NAMES:
         raise ValueError(f"backend is {name!r}, accepted is one of {', '.join(BACKEND_NAMES)}")
@@ -26,7 +27,7 @@ def open_backend(name: str = "auto", allow_unsafe: bool = False) -> tuple[Served
     pods = LocalPods()
     try:
         pods.start()
-    except PodError as error:
+    except PodRefused as error:
         reason = f"this machine does not permit isolated pods: {error}"
         if name == "auto" and allow_unsafe:
             return _open_process(allow_unsafe), f"process pods, since {UNSAFE_FLAG} is given and {reason}"

@@ -21,6 +21,7 @@ The trainer does not branch on algorithm names: rewards, advantages and masks ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,8 +108,8 @@ class RLConfig:
                 raise ValueError(f"RLConfig.{name} is {getattr(self, name)}, accepted is 0 or more")
         if not 0 <= self.replay_tau < 1:
             raise ValueError(f"RLConfig.replay_tau is {self.replay_tau}, accepted is in [0, 1)")
-        if not self.lr > 0:
-            raise ValueError(f"RLConfig.lr is {self.lr}, accepted is > 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"RLConfig.lr is {self.lr}, accepted is a finite number > 0")
         if not 0 <= self.final_lr_frac <= 1:
             raise ValueError(f"RLConfig.final_lr_frac is {self.final_lr_frac}, accepted is in [0, 1]")
 

@@ -15,7 +15,7 @@ from composer2.env import cgroups, seccomp
 from composer2.env.local import LocalPods
 from composer2.env.pod import open_backend
 from composer2.env.process import ProcessPods
-from composer2.types import CallOutcome, CallStatus, PodError, PodLimits
+from composer2.types import CallOutcome, CallStatus, PodError, PodLimits, PodRefused
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
@@ -385,7 +385,7 @@ def test_process_pods_are_refused_unless_asked_for():
 
 def test_auto_never_falls_back_silently(monkeypatch):
     def refuse(self):
-        raise PodError("unshare(0x20000000): Operation not permitted")
+        raise PodRefused("unshare(0x20000000): Operation not permitted")
 
     monkeypatch.setattr(LocalPods, "start", refuse)
     for name in ("auto", "local"):
@@ -398,6 +398,16 @@ def test_auto_never_falls_back_silently(monkeypatch):
     assert pods.name == "process"
     assert "--unsafe-process-pods" in reason
     assert "not permitted" in reason
+
+
+def test_a_slow_server_is_no_reason_to_go_without_isolation(monkeypatch):
+    def slow(self):
+        raise PodError("the pod server gave no sign within 60 seconds: killed")
+
+    monkeypatch.setattr(LocalPods, "start", slow)
+    for name in ("auto", "local"):
+        with pytest.raises(PodError, match=r"^the pod server gave no sign within 60 seconds"):
+            open_backend(name, allow_unsafe=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives up capabilities, which needs root")

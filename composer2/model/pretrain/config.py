@@ -10,6 +10,7 @@ explores when RL begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,10 @@ from composer2.model.pretrain.optim import OptimConfig, ScheduleName
 def _check(config: Any, *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
     kind = type(config).__name__
     for name in positive:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{kind}.{name} is {getattr(config, name)}, accepted is above 0")
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{kind}.{name} is {getattr(config, name)}, accepted is a finite number above 0")
     for name in not_negative:
-        if not getattr(config, name) >= 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f"{kind}.{name} is {getattr(config, name)}, accepted is 0 or more")
     if config.autocast not in ("off", "bf16"):
         raise ValueError(f"{kind}.autocast is {config.autocast!r}, accepted is 'off' or 'bf16'")
