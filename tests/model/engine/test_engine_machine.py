@@ -1,14 +1,16 @@
 """Random arrivals, turns, cancellations, releases, preemption and weight updates: no page is lost, no request
 unanswered, and every finished request has the tokens it would have had alone (row I1). With a page a window, with small
-pages that run out, and with drafts."""
+pages that run out, and with drafts. Each test also asks that what it is about happened often."""
 
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from composer2.model.config import ModelConfig
 from composer2.model.engine.engine import Engine
@@ -43,7 +45,16 @@ def make_model(seed: int) -> Transformer:
 MODELS = [make_model(seed) for seed in range(2)]
 
 
+arrivals = st.lists(
+    st.tuples(st.integers(0, 6), st.lists(st.integers(0, 15), min_size=1, max_size=4), st.integers(0, 99)),
+    min_size=1,
+    max_size=4,
+)
+
+
 class EngineMachine(RuleBasedStateMachine):
+    seen: ClassVar[Counter[str]]
+    """What happened in all runs of a machine."""
     page_size: int | None = None
     num_pages: int | None = None
     speculative = False
@@ -70,20 +81,22 @@ class EngineMachine(RuleBasedStateMachine):
     def busy(self) -> set[str]:
         return {request.session for request in self.open.values()}
 
-    @rule(session=st.integers(0, 6), tail=st.lists(st.integers(0, 15), min_size=1, max_size=4), seed=st.integers(0, 99))
-    def submit(self, session: int, tail: list[int], seed: int) -> None:
-        name, group = f"s{session}", f"g{session % 2}"
-        if name in self.busy():
-            return
-        prompt = np.random.default_rng(session % 2).integers(0, 16, 9).tolist()
-        token_ids = self.contexts.get(name, prompt) + tail
-        if len(token_ids) > MAX_LEN - 4:
-            token_ids = prompt + tail
-        params = SamplingParams(max_tokens=1 + seed % 5, stop_ids=(3,))
-        request = Request(token_ids=tuple(token_ids), params=params, session=name, group=group, seed=seed)
-        self.open[self.engine.submit(request)] = request
+    @rule(arrivals=arrivals)
+    def submit(self, arrivals: list[tuple[int, list[int], int]]) -> None:
+        for session, tail, seed in arrivals:
+            name, group = f"s{session}", f"g{session % 2}"
+            if name in self.busy():
+                continue
+            prompt = np.random.default_rng(session % 2).integers(0, 16, 9).tolist()
+            token_ids = self.contexts.get(name, prompt) + tail
+            if len(token_ids) > MAX_LEN - 8:
+                token_ids = prompt + tail
+            params = SamplingParams(max_tokens=1 + seed % 8, stop_ids=(3,))
+            request = Request(token_ids=tuple(token_ids), params=params, session=name, group=group, seed=seed)
+            self.open[self.engine.submit(request)] = request
 
-    @rule(count=st.integers(1, 4))
+    @precondition(lambda self: self.open)
+    @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
@@ -102,6 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert generation.finish_reason in ("stop", "length")
             assert (generation.routes[:-1] >= 0).all()
             if request.session not in self.may_be_mixed:
+                self.seen["compared"] += 1
                 self.check_alone(request, generation)
 
     def check_alone(self, request: Request, generation) -> None:
@@ -128,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.cancel(request_id)
         self.cancelled.add(request_id)
 
-    @rule(session=st.integers(0, 6))
+    @rule(session=st.integers(0, 20))
     def release(self, session: int) -> None:
         name = f"s{session}"
         self.cancelled |= {request_id for request_id, request in self.open.items() if request.session == name}
@@ -137,8 +151,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.may_be_mixed.discard(name)
         self.contexts.pop(name, None)
 
-    @rule(recompute=st.booleans())
-    def load_weights(self, recompute: bool) -> None:
+    @rule(recompute=st.booleans(), chance=st.integers(0, 4))
+    def load_weights(self, recompute: bool, chance: int) -> None:
+        if chance:  # rare: what lived through one has no twin to be compared with
+            return
         self.version += 1
         self.engine.load_weights(
             MODELS[self.version % 2].state_dict(), self.version, "recompute" if recompute else "keep"
@@ -167,19 +183,31 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
         assert not self.open
         assert self.engine.num_running == self.engine.num_waiting == 0
+        stats = self.engine.stats
+        self.seen["preemptions"] += stats.preemptions
+        self.seen["evictions"] += self.engine.cache.num_evictions
+        self.seen["lent"] += stats.copied_tokens > 0
+        self.seen["accepted"] += stats.accepted_tokens
+        self.seen["updates"] += stats.weight_updates
 
 
 class SmallPages(EngineMachine):
-    page_size, num_pages = 4, 10
+    page_size, num_pages = 4, 8
 
 
 class Drafts(EngineMachine):
-    page_size, num_pages, speculative = 8, 5, True
+    page_size, num_pages, speculative = 4, 8, True
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestSmallPages = SmallPages.TestCase
-TestSmallPages.settings = TestEngineMachine.settings
-TestDrafts = Drafts.TestCase
-TestDrafts.settings = TestEngineMachine.settings
+@pytest.mark.parametrize(
+    ("machine", "happened"),
+    [
+        (EngineMachine, {"compared", "evictions", "lent", "updates"}),
+        (SmallPages, {"compared", "evictions", "preemptions", "updates"}),
+        (Drafts, {"compared", "evictions", "preemptions", "accepted", "updates"}),
+    ],
+)
+def test_engine_laws(machine: type[EngineMachine], happened: set[str]) -> None:
+    machine.seen = Counter()
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    assert {name: machine.seen[name] for name in happened if machine.seen[name] < 5} == {}

@@ -178,6 +178,8 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
             engine.load_weights(MODEL.state_dict(), engine.policy_version + 1, str(rng.choice(["keep", "recompute"])))
         for done in engine.step():
             finished += 1
+            if finished % 500 == 0:
+                assert_conserved(engine.cache)
             if rng.random() < 0.5:
                 engine.release(done.session)
     assert not engine.has_work
