@@ -128,16 +128,39 @@ def mtp_distillation_loss(
     *,
     document_ids_BT: torch.Tensor | None = None,
     loss_mask_BT: torch.Tensor | None = None,
+    top_k: int | None = None,
 ) -> torch.Tensor:
     """KL(main || MTP) in nats, mean over predictions of each module, then over modules; 0 when there are none.
 
-    `loss_mask_BT` (bool) describes the token predicted: only predictions of its True tokens count.
+    `loss_mask_BT` (bool) describes the token predicted: only predictions of its True tokens count. `top_k`: see
+    `top_k_log_probs`; None compares whole distributions.
     """
     losses = []
     for teacher, student in _pairs(main_logits_BTV, mtp_logits, document_ids_BT, loss_mask_BT):
+        if top_k is not None:
+            teacher, student = top_k_log_probs(teacher, student, top_k)
         divergence = (teacher.exp() * (teacher - student)).sum(-1)
         losses.append(divergence.sum() / max(len(divergence), 1))
     return torch.stack(losses).mean() if losses else main_logits_BTV.new_zeros(())
+
+
+def top_k_log_probs(teacher_PV: torch.Tensor, student_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [P, k + 1] of the teacher's k likeliest tokens and of all others together; [P, V] from k = V - 1 on.
+
+    Source: MiniMax-M2 report (MTP co-trained by top-K KL), row M7. Choice: the report leaves open what becomes of the
+    other tokens. As one event they make the loss the KL of a coarser outcome: never negative, never above the full KL.
+    """
+    if k < 1:
+        raise ValueError(f"top_k is {k}, accepted is 1 or more")
+    if k >= teacher_PV.shape[1] - 1:
+        return teacher_PV, student_PV
+    tokens_PK = teacher_PV.topk(k, dim=1).indices
+    is_other_PV = torch.ones_like(teacher_PV, dtype=torch.bool).scatter(1, tokens_PK, False)
+    parts = []
+    for log_probs_PV in (teacher_PV, student_PV):
+        others_P1 = log_probs_PV.masked_fill(~is_other_PV, -torch.inf).logsumexp(1, keepdim=True)
+        parts.append(torch.cat((log_probs_PV.gather(1, tokens_PK), others_P1), dim=1))
+    return parts[0], parts[1]
 
 
 def mtp_label_loss(

@@ -41,6 +41,7 @@ from composer2.rl.loss import (
     policy_loss,
     target_logprobs,
 )
+from composer2.rl.mtp_cotrain import MtpCotrainConfig, distil_mtp
 from composer2.rl.pack import BatchTensors, pack, to_tensors
 from composer2.rl.prefix_tree import TreeBatch, pack_trees
 from composer2.rl.reward import RewardConfig, permute_rewards, score
@@ -83,6 +84,8 @@ class RLConfig:
     """Override the router's selection with the experts the sampler used (row M6)."""
     replay_tau: float = 0.5
     """Plausibility threshold of the replay filter; 0 keeps every replayed expert."""
+    mtp: MtpCotrainConfig = field(default_factory=MtpCotrainConfig)
+    """Training of the MTP layers beside the policy (row M7)."""
     merge_prefixes: bool = True
     """Run what samples of one prompt have in common once (row R11); the gradient is the same."""
     row_length: int = 512
@@ -122,9 +125,16 @@ class RLConfig:
 
 
 def make_optimizer(model: Transformer, config: RLConfig) -> torch.optim.Adam:
-    """Adam over the trunk; MTP layers take no RL gradient and stay as they are."""
-    parameters = [p for name, p in model.named_parameters() if not name.startswith("mtp.")]
-    return torch.optim.Adam(parameters, lr=config.lr, betas=config.betas, fused=True)
+    """Adam over the trunk. MTP layers take no RL gradient; they are a group of their own when they are co-trained."""
+    groups = [{"params": trunk_parameters(model), "lr": config.lr}]
+    if config.mtp.every and len(model.mtp):
+        groups.append({"params": list(model.mtp.parameters()), "lr": config.mtp.lr})  # type: ignore[attr-defined]
+    return torch.optim.Adam(groups, betas=config.betas, fused=True)
+
+
+def trunk_parameters(model: Transformer) -> list[torch.nn.Parameter]:
+    """Everything but the MTP layers."""
+    return [p for name, p in model.named_parameters() if not name.startswith("mtp.")]
 
 
 def replay_config(config: RLConfig) -> ReplayConfig:
@@ -192,8 +202,7 @@ def update(
     included; None counts the samples' own."""
     if not samples:
         return {"num_tokens": 0.0, "loss": 0.0, "grad_norm": 0.0}
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr_at(step)
+    optimizer.param_groups[0]["lr"] = config.lr_at(step)
     optimizer.zero_grad(set_to_none=True)
     device = next(model.parameters()).device
     batches = micro_batches(samples, config, device)
@@ -211,10 +220,17 @@ def update(
         gaps.append((logprobs_BT.detach() - batch.behaviour_logprobs)[batch.loss_mask].abs().cpu().numpy())
         for name in routing:
             routing[name] += float(getattr(stats, f"num_{name}"))
-    norm = clip_gradients((p for p in model.parameters() if p.grad is not None), config.grad_clip)
+    norm = clip_gradients((p for p in trunk_parameters(model) if p.grad is not None), config.grad_clip)
+    drafted: dict[str, float] = {}
+    if config.mtp.is_due(step) and len(model.mtp):
+        drafted = distil_mtp(
+            model, samples, config.mtp, replay=replay_config(config) if config.replay else None,
+            row_length=config.row_length, rows_per_batch=config.rows_per_batch,
+        )  # fmt: skip
+        clip_gradients(model.mtp.parameters(), config.grad_clip)  # type: ignore[attr-defined]
     optimizer.step()
     gap_N = np.concatenate(gaps)
-    metrics = mean_metrics(sums)
+    metrics = mean_metrics(sums) | drafted
     metrics |= {f"mismatch_p{int(q * 100)}": float(np.quantile(gap_N, q)) for q in (0.5, 0.99)}
     metrics |= {"mismatch_max": float(gap_N.max()), "grad_norm": float(norm)}
     recorded = routing["replayed"] * model.config.num_experts_per_tok
