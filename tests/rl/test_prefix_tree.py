@@ -8,6 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer2.model.attend_flex import flex_attend
+from composer2.model.attention import sdpa_attend
+from composer2.model.transformer import Transformer, init_weights
 from composer2.rl.loss import policy_loss
 from composer2.rl.pack import fill, to_tensors
 from composer2.rl.prefix_tree import build_tree, pack_trees, row_sized, tokens_needed
@@ -158,6 +161,37 @@ def test_a_wrong_depth_or_a_seen_sibling_changes_the_loss(policy):
     leaky = replace(tree, visible_until=torch.full_like(tree.visible_until, tree.token_ids.shape[1]))
     for wrong in (flat, leaky):
         assert (trained_logprobs(model, batch, CONFIG, tree=wrong)[0] - right).abs().max() > 1e-4
+
+
+def tree_logprobs(policy, attend, samples, device="cpu"):
+    model = Transformer(policy.CONFIG, attend=attend)
+    init_weights(model, 0)
+    model = model.to(device)
+    ((batch, tree),) = pack_trees(samples, row_length=64, rows_per_batch=4, device=device)
+    return model, trained_logprobs(model, batch, CONFIG, tree=tree)[0]
+
+
+SHARED = [made([7, 1, 2, 3, 1]), made([7, 1, 2, 1], seed=1), made([7, 1, 2], seed=2), made([7, 2, 2, 3], seed=3)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_runs_trees_as_the_dense_mask_does(policy):
+    with torch.no_grad():
+        _, dense = tree_logprobs(policy, sdpa_attend, SHARED)
+        _, blocks = tree_logprobs(policy, flex_attend, SHARED)
+    assert dense.abs().sum() > 0
+    torch.testing.assert_close(blocks, dense, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has no backward pass on a CPU")
+def test_flex_attention_gives_trees_the_same_gradients_on_a_gpu(policy):
+    found = []
+    for attend in (sdpa_attend, flex_attend):
+        model, logprobs = tree_logprobs(policy, attend, SHARED, device="cuda")
+        logprobs.sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for dense, blocks in zip(*found, strict=True):
+        torch.testing.assert_close(blocks, dense, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_and_temperatures_stay_apart():
