@@ -26,6 +26,7 @@ from composer2.model.checkpoint.native import load_model
 from composer2.model.engine.engine import Engine
 from composer2.model.engine.service import AsyncSampler
 from composer2.model.tokenizer import Tokenizer
+from composer2.model.transformer import Transformer
 from composer2.rl.system.weight_sync import read_weights
 from composer2.rl.system.worker import GroupRequest
 from composer2.types import Group, PodBackend, Rollout, SamplingParams
@@ -55,6 +56,12 @@ class EngineConfig:
     """float32, bfloat16 or float64."""
     cache_on_update: Literal["keep", "recompute"] = "keep"
     """`keep` or `recompute` the KV cache when new weights arrive in the middle of a rollout (row A3)."""
+    page_size: int | None = None
+    """Tokens of one page of the cache; None: a page is a window (row I2)."""
+    num_pages: int | None = None
+    """Pages in all; None: enough for every window at once. With fewer, requests wait and the newest may start over."""
+    speculative: bool = False
+    """Decode with drafts of the model's first MTP module: same distribution, other draws (row I5)."""
     num_concurrent_groups: int = 16
     """Groups running at once in one worker."""
 
@@ -68,6 +75,26 @@ class EngineConfig:
         for name in ("num_slots", "max_len", "num_concurrent_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig.{name} is {getattr(self, name)}, accepted is 1 or more")
+        page_size = self.max_len if self.page_size is None else self.page_size
+        if not 1 <= page_size <= self.max_len:
+            raise ValueError(f"EngineConfig.page_size is {page_size}, accepted is 1 .. max_len {self.max_len}")
+        window = -(-self.max_len // page_size)
+        if self.num_pages is not None and self.num_pages < window:
+            raise ValueError(
+                f"EngineConfig.num_pages is {self.num_pages}, accepted is at least one window of {window} pages"
+            )
+
+    def open(self, model: Transformer) -> Engine:
+        """An engine of this size for the model. ValueError for windows or drafts the model does not have."""
+        return Engine(
+            model,
+            num_slots=self.num_slots,
+            max_len=self.max_len,
+            dtype=DTYPES[self.dtype],
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            speculative=self.speculative,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +121,7 @@ class EpisodeRunner:
     def __init__(self, spec: RunnerSpec) -> None:
         torch.set_num_threads(1)
         self.spec = spec
-        model = load_model(spec.model_dir)
-        self.engine = Engine(
-            model, num_slots=spec.engine.num_slots, max_len=spec.engine.max_len, dtype=DTYPES[spec.engine.dtype]
-        )
+        self.engine = spec.engine.open(load_model(spec.model_dir))
         self.sampler = AsyncSampler(self.engine, lockstep=spec.lockstep)
         self.template = TinyTemplate(Tokenizer.load(spec.tokenizer_path))
         self.backend: PodBackend | None = None
