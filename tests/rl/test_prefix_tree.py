@@ -167,7 +167,7 @@ def tree_logprobs(policy, attend, samples, device="cpu"):
     model = Transformer(policy.CONFIG, attend=attend)
     init_weights(model, 0)
     model = model.to(device)
-    ((batch, tree),) = pack_trees(samples, row_length=64, rows_per_batch=4, device=device)
+    ((batch, tree),) = micro_batches(samples, replace(CONFIG, row_length=64), device)
     return model, trained_logprobs(model, batch, CONFIG, tree=tree)[0]
 
 
