@@ -1,20 +1,20 @@
-"""Tasks that hide one early fact: a number is read in the first file, and written into the last one, windows later.
+"""Tasks that hide one early fact: a word is read in the first file, and written into the last one, windows later.
 
 In: an explicit `random.Random` and a `RecallConfig`. Out: a `Task`; with a template and limits, the windows of an
 episode that a script plays in the real harness, to imitate.
 
-    instruction   core.py blue                      the first file, and the name whose number is asked for
-    first file    red = 31, blue = 77, …, #util.py     several facts; the comment names the file to read next
-    fillers       seed = 90, …, #main.py               numbers that nobody asks for; short or long
-    last file     blue = 0                             must become blue = 77; the hidden test compares the number
+    instruction   core.py blue                        the first file, and the name whose word is asked for
+    first file    red = 'oak', blue = 'fox', …, #util.py    several facts; the comment names the file to read next
+    fillers       seed = 'ink', …, #main.py           words that nobody asks for; short or long
+    last file     blue = None                         must become blue = 'fox'; the hidden test compares the word
 
 Every file names the next one alone, and the turns suffice for reading each file once and editing the last: nothing is
 left for a second look at the first file. What the context loses, only a summary can carry.
 
 Source: report §4.1 (self-summaries up- and down-weighted by the outcome they led to); row R3.
-Choice: numbers have two digits, so a guess is right once in NUM_VALUES.
+Choice: the words are few, so that a tiny policy knows them all; a guess is right once in len(WORDS).
 Choice: the script's first summary notes one of the facts of the first file, the right one as often as `right_frac`
-says: imitation teaches the form of a summary and the use of a noted number, and leaves what to keep to reinforcement.
+says: imitation teaches the form of a summary and the use of a noted word, and leaves what to keep to reinforcement.
 Choice: a part of the scripted episodes is short: the fact is looked up while it is still in view.
 Choice: no prompt shows a file. Every window begins with the prompt, so a fact in it would never be lost.
 """
@@ -47,8 +47,11 @@ from composer2.types import (
 FACT_NAMES = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
 FILLER_NAMES = ("seed", "size", "rate", "port", "page", "depth", "width", "limit")
 FILE_NAMES = ("main", "core", "util", "base", "data", "text", "list", "node", "tree", "path", "time", "math")
-FIRST_VALUE, NUM_VALUES = 10, 90
-"""Numbers are 10 to 99."""
+WORDS = (
+    *("oak", "elm", "fox", "owl", "bee", "ant", "cat", "dog", "cow", "hen", "pig", "rat", "sun", "sky", "sea", "ice"),
+    *("ink", "pen", "cup", "jar", "box", "bag", "hat", "tie", "car", "bus", "van", "jet", "arm", "leg", "ear", "eye"),
+)
+"""What a fact can say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class RecallConfig:
     """Facts in the first file, one of which is asked for."""
     num_fillers: int = 2
     """Files between the first and the last one."""
-    filler_lines: tuple[int, int] = (2, 6)
+    filler_lines: tuple[int, int] = (2, 5)
     """Lines of a short and of a long filler; each filler is either, with equal chance."""
     right_frac: float = 0.4
     """Share of the script's first summaries that note the fact asked for; the others note another fact of the file."""
@@ -95,34 +98,33 @@ def recall_task(rng: random.Random, config: RecallConfig) -> Task:
     """A fresh task. `meta`: `paths` in reading order, `asked` name, its `value`, and all `facts`."""
     paths = [f"{name}.py" for name in rng.sample(FILE_NAMES, config.num_fillers + 2)]
     names = rng.sample(FACT_NAMES, config.num_facts)
-    values = rng.sample(range(FIRST_VALUE, FIRST_VALUE + NUM_VALUES), config.num_facts)
-    facts = dict(zip(names, values, strict=True))
+    facts = dict(zip(names, rng.sample(WORDS, config.num_facts), strict=True))
     asked = rng.choice(names)
     bodies = [facts]
     for _ in range(config.num_fillers):
         fillers = rng.sample(FILLER_NAMES, rng.choice(config.filler_lines))
-        bodies.append({name: FIRST_VALUE + int(rng.random() * NUM_VALUES) for name in fillers})
+        bodies.append({name: rng.choice(WORDS) for name in fillers})
     following = [f"#{path}\n" for path in paths[1:]]
     texts = [
-        "".join(f"{n} = {v}\n" for n, v in body.items()) + then for body, then in zip(bodies, following, strict=True)
+        "".join(f"{n} = {v!r}\n" for n, v in body.items()) + then for body, then in zip(bodies, following, strict=True)
     ]
-    files = dict(sorted({**dict(zip(paths, texts, strict=False)), paths[-1]: f"{asked} = 0\n"}.items()))
+    files = dict(sorted({**dict(zip(paths, texts, strict=False)), paths[-1]: f"{asked} = None\n"}.items()))
     instruction = f"{paths[0]} {asked}"
     return Task(
         task_id=task_hash(instruction, files, ()),
         instruction=instruction,
         files=files,
         tools=("read", "edit"),
-        fail_to_pass=(TestCase(name="t0", module=paths[-1], call=asked, expected=str(facts[asked])),),
-        reference={**files, paths[-1]: f"{asked} = {facts[asked]}\n"},
+        fail_to_pass=(TestCase(name="t0", module=paths[-1], call=asked, expected=repr(facts[asked])),),
+        reference={**files, paths[-1]: f"{asked} = {facts[asked]!r}\n"},
         family="recall",
         meta={"paths": paths, "asked": asked, "value": facts[asked], "facts": facts},
     )
 
 
-def edit_of(value: int) -> ToolCall:
-    """The edit that writes a number into the last file."""
-    return ToolCall(name="edit", arguments={"line": 1, "old": " 0", "new": f" {value}"})
+def edit_of(word: str) -> ToolCall:
+    """The edit that writes a word into the last file."""
+    return ToolCall(name="edit", arguments={"line": 1, "old": "None", "new": repr(word)})
 
 
 def scripted_examples(
@@ -130,7 +132,7 @@ def scripted_examples(
 ) -> list[SftExample]:
     """The windows of one scripted episode: weight 1 on what a policy would sample, `prompt_weight` on the rest.
 
-    Where the harness cuts instead of asking for summaries, the script guesses the number, since nobody could know it.
+    Where the harness cuts instead of asking for summaries, the script guesses the word, since nobody could know it.
     """
     kind = rng.random()
     if kind < config.cut_frac:
@@ -176,7 +178,7 @@ class _Script:
         self.request = template.render_summary_request()
         self.paths: list[str] = task.meta["paths"]
         self.num_turns = 0
-        self.noted: int | None = None
+        self.noted: str | None = None
 
     def _note(self) -> str:
         if self.noted is None:
@@ -184,14 +186,14 @@ class _Script:
             wrong = [other for other in facts if other != value]
             self.noted = value if self.rng.random() < self.config.right_frac else self.rng.choice(wrong)
         # Once the last file is read there is no next one: the summary names the file to read again.
-        return f"{self.paths[min(self.num_turns, len(self.paths) - 1)]} {self.noted}"
+        return f"{self.paths[min(self.num_turns, len(self.paths) - 1)]}:{self.noted}"
 
     def _turn(self) -> ToolCall:
         self.num_turns += 1
         if self.num_turns <= len(self.paths):
             return ToolCall(name="read", arguments={"path": self.paths[self.num_turns - 1]})
         if self.limits.on_full == "truncate":
-            return edit_of(FIRST_VALUE + int(self.rng.random() * NUM_VALUES))
+            return edit_of(self.rng.choice(WORDS))
         return edit_of(self.task.meta["value"] if self.noted is None else self.noted)
 
     async def generate(
