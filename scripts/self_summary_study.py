@@ -41,6 +41,7 @@ import matplotlib
 import numpy as np
 import torch
 
+from composer2.config import load_config, save_config
 from composer2.env.harness import EpisodeLimits
 from composer2.env.tasks.recall import WORDS, RecallConfig, recall_task, scripted_examples, scripted_rollout
 from composer2.env.template import TinyTemplate
@@ -98,15 +99,15 @@ class Settings:
             n_routed_experts=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
         )
     )  # fmt: skip
-    sft: SftConfig = field(default_factory=lambda: SftConfig(num_steps=400, schedule_steps=500, batch_size=24))
+    sft: SftConfig = field(
+        default_factory=lambda: SftConfig(num_steps=400, schedule_steps=500, batch_size=24, row_len=128, autocast="off")
+    )
     rl: RLConfig = field(
         default_factory=lambda: RLConfig(
-            num_steps=60,
-            max_staleness=0,
-            reference_every=1000,
+            num_steps=40, prompts_per_step=8, lr=1e-3, row_length=256, max_staleness=0, reference_every=1000,
             reward=RewardConfig(components=(RewardComponent(name="correctness", weight=1.0),)),
         )
-    )
+    )  # fmt: skip
     num_tasks: int = 240
     """Held-out tasks."""
     num_samples: int = 4
@@ -143,23 +144,20 @@ def make_start(folder: Path, config: Settings, start: Path | None, console: Cons
     tokenizer.save(folder / "tokenizer.json")
     template = TinyTemplate(tokenizer)
     check_sizes(config, template)
-    losses: list[float] = []
     with console.stage("sft", total=config.sft.num_steps, detail="scripted episodes of both harnesses") as stage:
-
-        def on_step(metrics: Mapping[str, Any]) -> None:
-            losses.append(float(metrics["loss"]))
-            stage.update(int(metrics["step"]), loss=losses[-1])
-
-        run_sft(
+        result = run_sft(
             model,
             lambda step: examples_at(step, config, template),
             config.sft,
             pad_id=tokenizer.special_id("pad"),
             mtp=None,
-            control=RunControl(folder=folder / "checkpoints", on_step=on_step),
+            control=RunControl(
+                folder=folder / "checkpoints",
+                on_step=lambda metrics: stage.update(int(metrics["step"]), loss=float(metrics["loss"])),
+            ),
         )
     save_model(folder / "models" / "sft", model)
-    write_json(folder / "sft.json", {"losses": losses})
+    write_json(folder / "sft.json", {"sft_tokens": result.tokens})
 
 
 def make_tokenizer(recall: RecallConfig) -> Tokenizer:
@@ -188,10 +186,6 @@ def examples_at(step: int, config: Settings, template: TinyTemplate) -> list[Exa
         windows = scripted_examples(rng, template, limits, config.recall)
         found += [(window.token_ids, window.weights) for window in windows]
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arms
 
 
 def run_arm(out: Path, config: Settings, arm: str, seed: int, console: Console) -> dict[str, Any]:
@@ -355,13 +349,13 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], figures: Mapping[str,
     plt.close(figure)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def study(out: Path, config: Settings, start: Path | None, console: Console) -> dict[str, float]:
     """Start, arms, figures; what is finished already is read from `out`."""
     torch.set_num_threads(1)
     (out / "arms").mkdir(parents=True, exist_ok=True)
+    if (out / "config.json").exists() and load_config(out / "config.json", Settings) != config:
+        raise ValueError(f"{out} holds a study of other settings, accepted is the same one, or another --out")
+    save_config(out / "config.json", config)
     started = time.perf_counter()
     make_start(out / "start", config, start, console)
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}

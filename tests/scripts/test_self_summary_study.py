@@ -147,6 +147,8 @@ def test_a_study_of_seconds(script, tmp_path):
         again = script.study(tmp_path, config, None, console)
         assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "arms").iterdir()}
         assert {**again, "seconds": 0} == {**figures, "seconds": 0}
+        with pytest.raises(ValueError, match="another --out"):
+            script.study(tmp_path, replace(config, num_tasks=4), None, console)
 
 
 def test_a_finished_run_can_be_the_start(script, smoke_start, tmp_path):
