@@ -28,6 +28,7 @@ Source: report §4.1 (Dr. GRPO, KL by k1) and §6.2 (replay); rows R1 R2 R7 R8 M
 Choice: sampling runs one step ahead (staleness 1). On-policy every ratio would be 1, and neither corrections nor replay
 could differ; the price is that a run does not repeat bit for bit. What number formats do to replay is measured by
 `router_replay_mismatch.py`.
+Choice: twice the learning rate of `tiny`, so that few steps move the policy far enough for corrections to bind.
 Choice: the interval is over seeds, the unit that a second run would draw anew; with three of them it is wide.
 """
 
