@@ -14,12 +14,13 @@ Weights may change in mid-run: `schedule` lists (from step, weight).
 
 Choice: the report gives no weights; the defaults are small against correctness, so that no mix of behaviours outweighs
 solving the task. Choice: a rollout lost to infrastructure gets reward 0 and no components; nothing averages it.
-What is not measured here: open to-do items (the harness has no to-do tool) and rubric judgements.
+What is not measured here: judgements by rubric.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +28,10 @@ import numpy as np
 
 from composer2.rl.advantage import counts_in_group
 from composer2.rl.length_penalty import LengthPenaltyConfig, length_penalty
-from composer2.types import Group, Rollout, RolloutStatus, ToolCall
+from composer2.types import Group, Role, Rollout, RolloutStatus, ToolCall
+
+FAULTY_LINE = re.compile(r"^.{121}|[ \t]+$|\t|^\s*except\s*:|^\s*print\(")
+"""Choice: the report names style and gives no rules; these need no parser and no opinion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,9 @@ def _default_components() -> tuple[RewardComponent, ...]:
         "unfinished": 0.0,
         "comments_cot": 0.0,
         "terminal_only": 0.0,
+        "open_todos": 0.0,
+        "style_faults": 0.0,
+        "silent_finish": 0.0,
         "passed_frac": 0.0,
     }
     return tuple(RewardComponent(name=name, weight=weight) for name, weight in weights.items())
@@ -168,6 +175,32 @@ def terminal_only(rollout: Rollout, config: RewardConfig) -> float:
     return float(names == {"run"})
 
 
+def open_todos(rollout: Rollout, config: RewardConfig) -> float:
+    """Items of the last to-do list that are not done when the episode ends; 0 without a list."""
+    lists = [call.arguments.get("items") for call in _calls(rollout) if call.name == "todo"]
+    readable = [items for items in lists if isinstance(items, list) and all(isinstance(i, Mapping) for i in items)]
+    return float(sum(not item.get("done") for item in readable[-1])) if readable else 0.0
+
+
+def style_faults(rollout: Rollout, config: RewardConfig) -> float:
+    """Lines that edits added and no reviewer would pass: too long, blanks at the end, a tab, a bare except, a print."""
+    faults = 0
+    for call in _calls(rollout):
+        if call.name == "edit":
+            old, new = (str(call.arguments.get(key, "")).split("\n") for key in ("old", "new"))
+            faults += sum(1 for line in new if line not in old and FAULTY_LINE.search(line))
+    return float(faults)
+
+
+def silent_finish(rollout: Rollout, config: RewardConfig) -> float:
+    """1 when the model ended an episode in which it made edits without a word to the user."""
+    calls = list(_calls(rollout))
+    said = any(call.name == "finish" and str(call.arguments.get("message", "")).strip() for call in calls)
+    last = next((m.content for m in reversed(rollout.messages) if m.role is Role.ASSISTANT), "")
+    has_edits = any(call.name == "edit" for call in calls)
+    return float(rollout.status is RolloutStatus.FINISHED and has_edits and not said and not last.strip())
+
+
 Measure = Callable[[Rollout, RewardConfig], float]
 MEASURES: Mapping[str, Measure] = {
     "correctness": correctness,
@@ -179,6 +212,9 @@ MEASURES: Mapping[str, Measure] = {
     "unfinished": unfinished,
     "comments_cot": comments_cot,
     "terminal_only": terminal_only,
+    "open_todos": open_todos,
+    "style_faults": style_faults,
+    "silent_finish": silent_finish,
 }
 """Every behaviour that can be named in a config. A new one is a function above and a line here."""
 

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -211,3 +212,16 @@ def test_tests_of_several_modules(fakes):
     contents, _, _, backend = play(fakes, [RUN], task=task)
     assert contents == ["fail 1"]
     assert backend.num_runs == 2
+
+
+def test_the_todo_list_is_kept_by_the_model_and_counted(fakes):
+    task = replace(fakes.make_task(), tools=("todo", "finish"))
+    items = [{"text": "read", "done": True}, {"text": "fix", "done": False}]
+    contents, toolbox, _, backend = play(
+        fakes, [("todo", {"items": items}), ("todo", {"items": [{"text": "fix"}]}), ("todo", {"items": []})], task=task
+    )
+    assert contents[0] == "1 of 2 open"
+    assert "done" in contents[1]
+    assert contents[2] == "0 of 0 open"
+    assert toolbox.events == {"bad_arguments": 1}
+    assert backend.num_created == 0

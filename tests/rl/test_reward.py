@@ -72,6 +72,47 @@ def test_terminal_only(build):
     assert measured("terminal_only", build.rollout()) == 0
 
 
+def todo(*done):
+    return ToolCall(name="todo", arguments={"items": [{"text": str(n), "done": d} for n, d in enumerate(done)]})
+
+
+def test_open_todos(build):
+    assert measured("open_todos", build.rollout(messages=turns((todo(False, False, True),)))) == 2
+    assert measured("open_todos", build.rollout(messages=turns((todo(False, False),), (todo(True, True),)))) == 0
+    assert measured("open_todos", build.rollout()) == 0
+    broken = ToolCall(name="todo", arguments={"items": "all"})  # refused by the tool: the list before it stands
+    assert measured("open_todos", build.rollout(messages=turns((todo(False),), (broken,)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "faults"),
+    [
+        ("x = 1", 0),
+        ("x = 1  ", 1),
+        ("\tx = 1", 1),
+        ("try:\n    f()\nexcept:\n    print(1)", 2),
+        ("except ValueError:", 0),
+        ("blueprint(x)", 0),
+        ("y" * 120, 0),
+        ("y" * 121, 1),
+    ],
+)
+def test_style_faults(build, new, faults):
+    assert measured("style_faults", build.rollout(messages=turns((edit(new),)))) == faults
+    assert measured("style_faults", build.rollout(messages=turns((edit(new, old=new),)))) == 0
+
+
+def test_silent_finish(build):
+    finish, told = ToolCall(name="finish"), ToolCall(name="finish", arguments={"message": "done"})
+    assert measured("silent_finish", build.rollout(messages=turns((edit(),), (finish,)))) == 1
+    assert measured("silent_finish", build.rollout(messages=turns((edit(),), (told,)))) == 0
+    assert measured("silent_finish", build.rollout(messages=turns((finish,)))) == 0
+    cut = build.rollout(messages=turns((edit(),)), status=RolloutStatus.MAX_TURNS)
+    assert measured("silent_finish", cut) == 0
+    spoken = (*turns((edit(),)), Message(role=Role.ASSISTANT, content="I changed x."))
+    assert measured("silent_finish", build.rollout(messages=spoken)) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

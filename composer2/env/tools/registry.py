@@ -37,6 +37,13 @@ def _spec(name: str, description: str, required: Sequence[str] = (), **propertie
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _COUNT: Mapping[str, Any] = {"type": "integer", "minimum": 1}
 
+_TODO: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"text": _TEXT, "done": {"type": "boolean"}},
+    "required": ["text", "done"],
+    "additionalProperties": False,
+}
+
 TOOLS: Mapping[str, ToolSpec] = {
     spec.name: spec
     for spec in (
@@ -54,6 +61,7 @@ TOOLS: Mapping[str, ToolSpec] = {
             restart={"type": "boolean"},
         ),
         _spec("run", "Run the visible tests; answers `pass`, or `fail` and how many passed."),
+        _spec("todo", "Write the whole to-do list anew.", ["items"], items={"type": "array", "items": _TODO}),
         _spec("finish", "End the episode.", message=_TEXT),
     )
 }
@@ -101,7 +109,7 @@ class Toolbox:
         shared_runs: OutcomeSource | None = None,
     ) -> None:
         """`locate`: a failed `run` also names a line, see `run_answer`. `lenient`: tools whose arguments are checked
-        leniently. `shared_runs`: answers `run` in place of the episode's own pod, as long as no code ran in that one."""
+        leniently. `shared_runs`: answers `run` in place of the episode's own pod, as long as no code ran there."""
         task = workspace.task
         self._workspace, self._run_timeout, self._locate = workspace, run_timeout, locate
         self._specs = {spec.name: spec for spec in tool_specs(task.tools)}
@@ -111,6 +119,7 @@ class Toolbox:
             "search": lambda arguments: search_tool(workspace, arguments),
             "edit": lambda arguments: edit_tool(workspace, arguments),
             "run": self._run,
+            "todo": self._todo,
             "finish": self._finish,
         }
         self.events: Counter[str] = Counter()
@@ -151,6 +160,10 @@ class Toolbox:
         answer = run_answer(tests, outcomes, locate=self._locate)
         self.attempts.append(answer == "pass")
         return ok(answer)
+
+    async def _todo(self, arguments: Mapping[str, Any]) -> ToolResult:
+        num_open = sum(not item["done"] for item in arguments["items"])
+        return ok(f"{num_open} of {len(arguments['items'])} open")
 
     async def _finish(self, arguments: Mapping[str, Any]) -> ToolResult:
         self.is_finished = True
