@@ -18,7 +18,7 @@ Shape letters: B rows, T tokens of a row, S tokens of it on one rank (T / CP), C
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from composer2.model.router_replay import ReplayConfig
 from composer2.model.transformer import RoutingStats, Transformer
 from composer2.rl.loss import MAX_LOG_RATIO, LossConfig, check_loss_mask, corrected_terms, target_logprobs
 from composer2.rl.pack import BatchTensors
+from composer2.rl.routes import NO_ROUTE
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Chunks
@@ -125,6 +126,20 @@ def shard_batch(batch: BatchTensors, cp: int, rank: int) -> RankBatch:
         ),
         temperature=batch.temperature,
     )
+
+
+def pad_rows(batch: BatchTensors, multiple: int) -> BatchTensors:
+    """The batch with rows a multiple of `multiple` long; what is added is padding (document -1), trained by nothing."""
+    missing = -batch.token_ids.shape[1] % multiple
+    if not missing:
+        return batch
+    fills = {"document_ids": -1, "policy_versions": -1, "routes": NO_ROUTE}
+    padded: dict[str, Any] = {}
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            tail = value.new_full((len(value), missing, *value.shape[2:]), fills.get(name, 0))
+            padded[name] = torch.cat((value, tail), dim=1)
+    return replace(batch, **padded)
 
 
 def rank_logprobs(

@@ -34,7 +34,7 @@ WORD_ELEMENTS = 128
 def make_buffer(group: dist.ProcessGroup, hidden_size: int) -> Any:
     """DeepEP's communication buffer for BF16 tokens of this width. BackendUnavailable where DeepEP is not installed."""
     try:
-        from deep_ep import Buffer
+        from deep_ep import Buffer  # type: ignore[import-not-found]
     except ImportError as error:
         raise BackendUnavailable(
             f"deep_ep cannot be imported: {error}; install DeepEP or use ExpertExchange"

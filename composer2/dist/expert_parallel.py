@@ -140,6 +140,14 @@ class _Arrived(torch.autograd.Function):
 
 
 @torch.no_grad()
+def reduce_load(load_LE: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Tokens per expert summed over ranks (None: all), int64: what moves the selection bias, equally everywhere."""
+    total = load_LE.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.no_grad()
 def reduce_routing(stats: RoutingStats, group: dist.ProcessGroup | None = None) -> RoutingStats:
     """Loads and counts summed over ranks (None: all); the experts used stay those of the tokens here."""
     summed = {}

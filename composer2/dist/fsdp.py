@@ -15,10 +15,18 @@ Choice: sums are asked of gloo as plain sums, because it has no scaled ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composer2.dist.context_parallel import GatherLatents
@@ -71,15 +79,20 @@ def local_part(matrices: torch.Tensor) -> torch.Tensor:
     return matrices.to_local() if isinstance(matrices, DTensor) else matrices
 
 
-def shard_weights(model: Transformer, meshes: Meshes, mixed_precision: MixedPrecisionPolicy) -> None:
-    """FSDP over the dense mesh; experts over the ranks that hold the same ones."""
-    blocks = [*model.layers, *model.mtp]
+def shard_weights(
+    model: Transformer,
+    meshes: Meshes,
+    mixed_precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy | None = None,
+) -> None:
+    """FSDP over the dense mesh; experts over the ranks that hold the same ones. `offload` None: nothing."""
+    options: dict[str, Any] = {"mp_policy": mixed_precision, "offload_policy": offload or OffloadPolicy()}
     for module in model.modules():
         if isinstance(module, Experts):
-            fully_shard(module, mesh=meshes.expert_shards, mp_policy=mixed_precision)
-    for block in blocks:
-        fully_shard(block, mesh=meshes.dense, mp_policy=mixed_precision)
-    fully_shard(model, mesh=meshes.dense, mp_policy=mixed_precision)
+            fully_shard(module, mesh=meshes.expert_shards, **options)
+    for block in (*model.layers, *model.mtp):
+        fully_shard(block, mesh=meshes.dense, **options)
+    fully_shard(model, mesh=meshes.dense, **options)
     register_fsdp_forward_method(model, "mtp_forward")
     sum_gradients(model)
 

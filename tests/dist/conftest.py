@@ -22,7 +22,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, i
         if key not in results:
             folder = tmp_path_factory.mktemp(f"{function}_{world}")
             command = [sys.executable, str(HERE / "launch.py"), str(world), str(HERE / script), function, str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)  # it ends itself in time
             results[key] = (
                 json.loads((folder / "result.json").read_text())
                 if done.returncode == 0

@@ -32,6 +32,7 @@ UNUSED = (5, 6)
 """Experts nobody chooses: with eight expert ranks, two of them receive nothing."""
 ROWS = ((5, 17, 9, 17), (23, 1, 19), (48,), (2, 3, 31, 7))
 """Lengths of the documents of each row of 48 tokens; two rows end in padding."""
+PER_TOKEN = ("token_ids", "loss_mask", "advantages", "behaviour_logprobs", "policy_versions", "routes")
 RL = RLConfig(replay_tau=0.0)
 DENOMINATOR = 37.0
 LR = 0.005
