@@ -28,6 +28,7 @@ from composer2.types import PodError
 
 if TYPE_CHECKING:
     from composer2.model.config import ModelConfig
+    from composer2.recipes import RunConfig
 
 TRAINING = {"train": "report", "cpt": "cpt-long", "sft": "sft", "rl": "rl", "eval": "eval-rl"}
 """Commands that run the pipeline, and the stage each one ends with."""
@@ -60,9 +61,13 @@ def _train(command: str, argv: Sequence[str]) -> int:
     parser.add_argument("preset", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--run-dir", type=Path, help="default: runs/PRESET, with -seedN when the seed is not 0")
     parser.add_argument("--unsafe-process-pods", action="store_true", help="accept pods without isolation")
+    parser.add_argument("--executor", choices=("local", "ray"), default="local", help="who runs the services")
+    parser.add_argument("--ray-address", help="of a running Ray cluster; default: one is started on this machine")
     parser.add_argument("--fields", action="store_true", help="list every field of the preset and leave")
     options, overrides = parser.parse_known_args(argv)
     config = choose_preset(options.preset, {name: make() for name, make in PRESETS.items()})
+    if options.executor == "ray":  # a cluster is worth it from two samplers on; --rl.num-workers says otherwise
+        config = replace(config, rl=replace(config.rl, num_workers=max(2, config.rl.num_workers)))
     if options.fields:
         overrides = ["--help"]
     config = apply_overrides(config, overrides, prog=f"composer2 {command} {options.preset}")
@@ -71,23 +76,12 @@ def _train(command: str, argv: Sequence[str]) -> int:
     suffix = "" if config.seed == 0 else f"-seed{config.seed}"
     folder = options.run_dir or Path("runs") / f"{options.preset}{suffix}"
 
-    from composer2.env.pod import open_backend
-    from composer2.pipeline import run_stages
-    from composer2.run import Run
-
     with Console(_mode(options.quiet, options.json)) as console:
-        if command not in ("cpt", "sft"):
-            try:
-                _, reason = open_backend(config.pods.backend, allow_unsafe=config.pods.allow_unsafe)
-            except PodError as error:
-                fail(str(error))
-            console.note(f"pods: {reason}")
         try:
-            run = Run(folder, config, console)
-        except ValueError as error:
-            fail(str(error))
-        try:
-            completed = run_stages(run, last=TRAINING[command])
+            if options.executor == "ray":
+                completed = _run_on_ray(folder, config, command, console, options.ray_address)
+            else:
+                completed = _run_here(folder, config, command, console)
         except _run_errors() as error:
             return _run_failed(error, folder, console)
         if not completed:
@@ -97,6 +91,35 @@ def _train(command: str, argv: Sequence[str]) -> int:
         else:
             console.final(f"run: {folder}", run=str(folder))
     return 0
+
+
+def _run_here(folder: Path, config: RunConfig, command: str, console: Console) -> bool:
+    """The stages in this process and its workers; False when interrupted."""
+    from composer2.env.pod import open_backend
+    from composer2.pipeline import run_stages
+    from composer2.run import Run
+
+    if command not in ("cpt", "sft"):
+        try:
+            _, reason = open_backend(config.pods.backend, allow_unsafe=config.pods.allow_unsafe)
+        except PodError as error:
+            fail(str(error))
+        console.note(f"pods: {reason}")
+    try:
+        run = Run(folder, config, console)
+    except ValueError as error:
+        fail(str(error))
+    return run_stages(run, last=TRAINING[command])
+
+
+def _run_on_ray(folder: Path, config: RunConfig, command: str, console: Console, address: str | None) -> bool:
+    """The stages in Ray actors; False when interrupted."""
+    try:
+        from composer2.dist.ray.cluster import RayConfig
+        from composer2.dist.ray.executor import run_on_ray
+    except ImportError as error:
+        fail(str(error))
+    return run_on_ray(folder, config, last=TRAINING[command], console=console, ray_config=RayConfig(address=address))
 
 
 def _run_errors() -> tuple[type[Exception], ...]:
@@ -162,7 +185,7 @@ def _solve(argv: Sequence[str]) -> int:
     parser.add_argument("--unsafe-process-pods", action="store_true", help="accept pods without isolation")
     options = parser.parse_args(argv)
     from composer2.inspect_run import rollout_record, rollout_view
-    from composer2.use import changed_files, solve
+    from composer2.use import apply_changes, changed_files, solve
 
     task, rollout = solve(
         options.folder,
@@ -177,8 +200,7 @@ def _solve(argv: Sequence[str]) -> int:
         console.show(rollout_view(record), record)
         changed = changed_files(task, rollout)
         if options.apply:
-            for path, text in changed.items():
-                (options.folder / path).write_text(text, encoding="utf-8")
+            apply_changes(options.folder, changed)
         verb = "changed" if options.apply else "would change (use --apply)"
         console.final(f"{verb}: {', '.join(changed) or 'nothing'}", changed=list(changed), passed=rollout.passed)
     return 0 if rollout.passed else 1

@@ -22,10 +22,9 @@ from composer2.rl.evaluate import EvalSpec, eval_figures, passed_table, run_task
 from composer2.rl.forge.reward_to_go import step_credit
 from composer2.rl.mismatch import measure_acceptance, measure_mismatch
 from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop
-from composer2.rl.system.worker import RolloutPool
 from composer2.rl.train import make_optimizer
 from composer2.run import STOP_GRACE, Interrupted, Run
-from composer2.runner import make_runner, stable_seed
+from composer2.runner import stable_seed
 from composer2.task_source import TaskSource, probe_tasks
 from composer2.types import Group
 
@@ -35,7 +34,7 @@ def evaluate_set(run: Run, spec: EvalSpec, *, when: str, step: int) -> dict[str,
     tasks = build_eval_set(spec.name, spec.num_tasks, run.config.eval.task_seed, run.config.tasks)
     with run.console.stage(f"eval {spec.name}", total=len(tasks), detail=when) as stage:
         groups = run_tasks(
-            run.pool,
+            run.evaluation_pool,
             tasks,
             num_samples=spec.num_samples,
             seed=stable_seed(run.config.seed, "eval", spec.name) % (1 << 31),
@@ -53,7 +52,7 @@ def evaluate_set(run: Run, spec: EvalSpec, *, when: str, step: int) -> dict[str,
 def stage_eval(run: Run, *, model_name: str, when: str, step: int) -> dict[str, Any]:
     """All evaluation sets on one model, and the MTP acceptance on its own held-out rollouts."""
     model = load_model(run.model_dir(model_name))
-    run.pool.publish(step, run.sink.publish(step, model.state_dict()))
+    run.evaluation_pool.publish(step, run.sink.publish(step, model.state_dict()))
     results: dict[str, Any] = {}
     for spec in run.config.eval.sets:
         partial = f"{when}-{spec.name}"
@@ -100,13 +99,15 @@ def stage_rl(run: Run) -> dict[str, Any]:
         else {"summaries": 0.0, "trained_twice": 0.0, "staleness": 0.0, "replaced": 0.0}
     )
     first = saved.step if saved else 0
-    run.forget_after({"rl": first, "eval": first})
+    run.forget_after({"rl": first, "services": first, "eval": first})
     kept = {1, config.num_steps // 2, config.num_steps}
 
     with run.console.stage("rl", total=config.num_steps, first_step=first, detail="Dr. GRPO") as stage:
 
         def on_step(done: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
             run.log("rl", done, metrics)
+            if figures := run.services.figures():
+                run.log("services", done, figures)
             totals["summaries"] += metrics.get("summaries", 0.0)
             totals["trained_twice"] = metrics["trained_twice"]
             totals["staleness"] += metrics["staleness_mean"]
@@ -132,7 +133,10 @@ def stage_rl(run: Run) -> dict[str, Any]:
                 return
             tasks = build_eval_set(spec.name, spec.num_tasks, run.config.eval.task_seed, run.config.tasks)
             seed = stable_seed(run.config.seed, "eval", spec.name) % (1 << 31)
-            groups = run_tasks(run.pool, tasks, num_samples=spec.num_samples, seed=seed, should_stop=run.should_stop)
+            pool = run.evaluation_pool
+            if pool is not run.pool:  # the workers of training have these weights already
+                pool.publish(done, run.sink.path(done))
+            groups = run_tasks(pool, tasks, num_samples=spec.num_samples, seed=seed, should_stop=run.should_stop)
             if not run.stop_requested:
                 run.log(
                     "eval", done,
@@ -150,6 +154,7 @@ def stage_rl(run: Run) -> dict[str, Any]:
             seed=run.config.seed,
             state=state,
             reference=reference,
+            shelf=run.services.open_shelf(),
         )
         hooks = LoopHooks(on_step=on_step, checkpoint=checkpoint, evaluate=evaluate, should_stop=run.should_stop)
         if not loop.run(hooks):
@@ -162,6 +167,7 @@ def stage_rl(run: Run) -> dict[str, Any]:
         "staleness_mean": totals["staleness"] / steps,
         "replaced_expert_frac": totals["replaced"] / steps,
         "rl_steps": config.num_steps,
+        **run.services.figures(),
     }
 
 
@@ -173,7 +179,7 @@ def stage_mismatch(run: Run) -> dict[str, Any]:
     model = load_model(run.model_dir("rl"))
     with run.console.stage("mismatch", total=len(tasks), detail="bf16 sampler against fp32 trainer") as stage:
         spec = run.spec("rl", dtype="bfloat16")
-        pool = RolloutPool(make_runner, spec, lockstep=spec.lockstep)
+        pool = run.services.open_pool("mismatch", spec, 1)
         try:
             groups = run_tasks(
                 pool, tasks, num_samples=8, seed=run.config.seed + 11, should_stop=run.should_stop,

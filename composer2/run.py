@@ -13,13 +13,14 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +35,7 @@ from composer2.model.pretrain.data import Example, TokenisedCorpus, tokenise_cor
 from composer2.model.tokenizer import Tokenizer
 from composer2.recipes import RunConfig
 from composer2.rl.system.weight_sync import FolderSink
-from composer2.rl.system.worker import RolloutPool
+from composer2.rl.system.worker import Pool, RolloutPool
 from composer2.runner import RunnerSpec, make_runner, stable_seed
 from composer2.types import Group, Task
 
@@ -51,11 +52,48 @@ class Interrupted(BaseException):
     Like KeyboardInterrupt no `Exception`: a signal may raise it anywhere, and nobody's error handling may eat it."""
 
 
+class Services(Protocol):
+    """Where the decoupled parts of a run live (row A1): on this machine, or over Ray actors (`dist.ray`)."""
+
+    def open_pool(self, role: str, spec: RunnerSpec, num_workers: int) -> Pool:
+        """Sampling workers; `role` is `sampler` (training), `evaluation` or `mismatch`."""
+        ...
+
+    @property
+    def is_evaluation_apart(self) -> bool:
+        """Evaluation has workers of its own."""
+        ...
+
+    def open_shelf(self) -> MutableMapping[int, Group]:
+        """Where finished groups wait for the trainer."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """What there is to say about them, for metrics and summary; empty when nothing."""
+        ...
+
+
+class LocalServices:
+    """Worker processes of this machine; evaluation takes turns with training on them."""
+
+    is_evaluation_apart = False
+
+    def open_pool(self, role: str, spec: RunnerSpec, num_workers: int) -> Pool:
+        return RolloutPool(make_runner, spec, num_workers=num_workers, lockstep=spec.lockstep)
+
+    def open_shelf(self) -> MutableMapping[int, Group]:
+        return {}
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+
 class Run:
     """One run directory and what its stages share."""
 
-    def __init__(self, folder: Path, config: RunConfig, console: Console) -> None:
+    def __init__(self, folder: Path, config: RunConfig, console: Console, services: Services | None = None) -> None:
         self.folder, self.config, self.console = folder, config, console
+        self.services: Services = LocalServices() if services is None else services
         self.stop_requested = False
         self.may_abort = False
         for name in ("stages", "checkpoints", "models"):
@@ -71,7 +109,7 @@ class Run:
             save_config(stored, config)
         self.metrics = MetricsWriter(folder / "metrics.jsonl")
         self.forget_after({})
-        self._pool: RolloutPool | None = None
+        self._pools: dict[str, Pool] = {}
         torch.set_num_threads(1)
 
     # Files
@@ -190,16 +228,19 @@ class Run:
         )
 
     @property
-    def pool(self) -> RolloutPool:
-        """The workers of evaluation and training, started when first needed."""
-        if self._pool is None:
-            self._pool = RolloutPool(
-                make_runner,
-                self.spec("sft"),
-                num_workers=self.config.rl.num_workers,
-                lockstep=self.config.rl.max_staleness == 0,
-            )
-        return self._pool
+    def pool(self) -> Pool:
+        """The workers of training, started when first needed."""
+        return self._pool("sampler")
+
+    @property
+    def evaluation_pool(self) -> Pool:
+        """The workers of evaluation, which may be those of training."""
+        return self._pool("evaluation" if self.services.is_evaluation_apart else "sampler")
+
+    def _pool(self, role: str) -> Pool:
+        if role not in self._pools:
+            self._pools[role] = self.services.open_pool(role, self.spec("sft"), self.config.rl.num_workers)
+        return self._pools[role]
 
     @cached_property
     def sink(self) -> FolderSink:
@@ -207,9 +248,9 @@ class Run:
 
     def close(self) -> None:
         """End the workers, at once when the run was asked to stop."""
-        if self._pool is not None:
-            self._pool.close(grace=STOP_GRACE if self.stop_requested else 5.0)
-            self._pool = None
+        while self._pools:
+            _, pool = self._pools.popitem()
+            pool.close(grace=STOP_GRACE if self.stop_requested else 5.0)
         self.metrics.close()
 
 
@@ -227,7 +268,12 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def stop_on_interrupt(run: Run) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) asks for a stop at the next step, the second one ends at once."""
+    """The first Ctrl-C (or SIGTERM) asks for a stop at the next step, the second one ends at once.
+
+    Outside of the main thread, which alone hears signals, whoever started the thread sets `stop_requested`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def ask(number: int, frame: FrameType | None) -> None:
         if run.stop_requested:

@@ -131,13 +131,17 @@ class EpisodeRunner:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EpisodeRunner]:
         """Pods and the engine's driver, for as long as the block runs."""
-        self.backend, _ = open_backend(self.spec.pods.backend, allow_unsafe=self.spec.pods.allow_unsafe)
+        self.backend = self.open_pods()
         self.grader = PodGrader(self.backend, timeout=self.spec.episode.run_timeout)
         try:
             async with self.sampler:
                 yield self
         finally:
             await self.backend.close()
+
+    def open_pods(self) -> PodBackend:
+        """Where episodes run: on this machine. PodError when it cannot make pods."""
+        return open_backend(self.spec.pods.backend, allow_unsafe=self.spec.pods.allow_unsafe)[0]
 
     def load_weights(self, version: int, path: Path) -> None:
         """Switch the policy between two decode steps."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from composer2.rl.metrics import best_of_k, bootstrap_mean, paired_difference, pass_at_1
-from composer2.rl.system.worker import GroupRequest, RolloutPool
+from composer2.rl.system.worker import GroupRequest, Pool
 from composer2.types import Group, Rollout, RolloutStatus, Task
 
 EVAL_KEYS = 1 << 40
@@ -40,7 +40,7 @@ class EvalSpec:
 
 
 def run_tasks(
-    pool: RolloutPool,
+    pool: Pool,
     tasks: Sequence[Task],
     *,
     num_samples: int,

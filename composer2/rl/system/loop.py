@@ -14,7 +14,7 @@ the same numbers again, and synchronous training goes on bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from composer2.rl.advantage import group_samples
 from composer2.rl.metrics import group_metrics, rollout_metrics, staleness_histogram, staleness_metrics
 from composer2.rl.system.reconciler import Reconciler, ReconcilerConfig, Start
 from composer2.rl.system.weight_sync import FolderSink
-from composer2.rl.system.worker import GroupRequest, RolloutPool
+from composer2.rl.system.worker import GroupRequest, Pool
 from composer2.rl.train import Credit, RLConfig, score_groups, train_step
 from composer2.types import Group, RolloutStatus, Task
 
@@ -69,14 +69,16 @@ class RLLoop:
         optimizer: torch.optim.Optimizer,
         config: RLConfig,
         *,
-        pool: RolloutPool,
+        pool: Pool,
         sink: FolderSink,
         task_at: Callable[[int], Task],
         seed: int,
         state: LoopState | None = None,
         reference: Transformer | None = None,
         credit: Credit = group_samples,
+        shelf: MutableMapping[int, Group] | None = None,
     ) -> None:
+        """`shelf`: where finished groups wait, by position, until they are trained; None: this process's memory."""
         self.model, self.optimizer, self.config = model, optimizer, config
         self.pool, self.sink, self.task_at, self.seed, self.reference = pool, sink, task_at, seed, reference
         self.credit = credit
@@ -97,7 +99,7 @@ class RLLoop:
         self._index_of = dict(state.live_tasks)
         self._tasks = {task_id: task_at(index) for task_id, index in self._index_of.items()}
         self._starts: dict[int, Start] = {}
-        self._ready: dict[int, Group] = {}
+        self._ready: MutableMapping[int, Group] = {} if shelf is None else shelf
         self._settled = self.state()
         """After the last whole step."""
 

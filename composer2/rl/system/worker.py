@@ -63,6 +63,42 @@ class GroupRunner(Protocol):
         ...
 
 
+class Outbox(Protocol):
+    """Takes what a worker has to say, without waiting."""
+
+    def put(self, message: tuple[Any, ...], /) -> None: ...
+
+
+class Pool(Protocol):
+    """Workers, seen from the trainer: processes of this machine (`RolloutPool`) or actors (`dist.ray.pool.RayPool`)."""
+
+    num_restarts: int
+    """Workers that were replaced."""
+
+    def publish(self, version: int, path: Path) -> None:
+        """Tell every worker to load a version; takes effect between two decode steps."""
+        ...
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Send groups; group `key` goes to worker `key mod num_workers`."""
+        ...
+
+    def poll(self, timeout: float) -> list[tuple[int, Group]]:
+        """Groups that ended, waiting at most `timeout` seconds for the first. WorkerError when a worker failed."""
+        ...
+
+    def collect(
+        self, keys: Iterable[int], *, should_stop: Callable[[], bool], timeout: float = 0.5
+    ) -> dict[int, Group]:
+        """Wait for all `keys`; returns early with what there is when `should_stop` says so. Other groups that end
+        meanwhile are kept for the next `poll`."""
+        ...
+
+    def close(self, *, grace: float = 5.0) -> None:
+        """End all workers, by force those that take longer than `grace` seconds."""
+        ...
+
+
 class WorkerError(RuntimeError):
     """A worker failed with a bug or died more often than allowed; the text holds its traceback or exit code."""
 
@@ -102,19 +138,21 @@ async def _serve(connection: Connection, runner: GroupRunner, lockstep: bool) ->
     sender = threading.Thread(target=_send_all, args=(connection, outbox), daemon=True)
     sender.start()
     try:
-        await _take_messages(inbox, stopped, runner, outbox, lockstep)
+        await take_messages(inbox, stopped, runner, outbox, lockstep)
     finally:
         outbox.put(None)
         sender.join(2.0)
 
 
-async def _take_messages(
+async def take_messages(
     inbox: asyncio.Queue[tuple[Any, ...]],
     stopped: asyncio.Event,
     runner: GroupRunner,
-    outbox: queue.SimpleQueue[tuple[Any, ...] | None],
+    outbox: Outbox,
     lockstep: bool,
 ) -> None:
+    """The body of a worker, whatever carries its messages: ("weights", version, path), ("cohort", requests), ("stop",)
+    come in; ("ready",) and ("group", key, group, stats) go out. Returns at "stop", raises what the runner raises."""
     running: set[asyncio.Task[None]] = set()
 
     def done(key: int, group: Group) -> None:
