@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from composer2.env.tasks.recall import recall_task, scripted_rollout
+from composer2.env.tasks.recall import WORDS, recall_task, scripted_examples, scripted_rollout
 from composer2.env.template import TinyTemplate
 from composer2.log import Console
 from composer2.types import Group, Rollout, RolloutStats, RolloutStatus, Segment, Span, SpanKind, Task
@@ -39,6 +40,20 @@ def test_the_fact_is_out_of_sight_when_it_is_needed(script, quick, on_full):
     # one summary in a part of the tasks, several in others
     assert set(numbers) == ({1, 2} if on_full == "summarize" else {0})
     assert on_full == "truncate" or min(numbers.values()) > 30
+
+
+def test_the_word_of_a_window_weighs_most(script):
+    """Every window of a scripted chain ends in one word: noted in a summary, or written into the last file."""
+    recall = replace(script.Settings().recall, cut_frac=0.0, short_frac=0.0)
+    tokenizer, rng = script.make_tokenizer(recall), random.Random(2)
+    limits = script.episode_limits(recall)
+    windows = [w for _ in range(20) for w in scripted_examples(rng, TinyTemplate(tokenizer), limits, recall)]
+    heavy = [w.token_ids[w.weights == recall.word_weight].tolist() for w in windows]
+    assert {len(ids) for ids in heavy} == {1}
+    assert {tokenizer.decode(ids) for ids in heavy} <= set(WORDS)
+    said = [tokenizer.decode(w.token_ids[w.weights >= 1].tolist()) for w in windows]
+    assert all(re.search(r":\w+<\|end\|>$|<\|sep\|>'\w+'<\|end\|>$", text) for text in said)
+    assert {float(x) for w in windows for x in w.weights} == {np.float32(recall.prompt_weight), 1.0, recall.word_weight}
 
 
 def result(passed, *, seconds=1.0, **chains):

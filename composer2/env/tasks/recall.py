@@ -66,12 +66,14 @@ class RecallConfig:
     """Lines of a short and of a long filler; each filler is either, with equal chance."""
     right_frac: float = 0.4
     """Share of the script's first summaries that note the fact asked for; the others note another fact of the file."""
-    cut_frac: float = 0.25
+    cut_frac: float = 0.15
     """Share of scripted episodes played in the harness that cuts."""
     short_frac: float = 0.25
     """Share of scripted episodes without fillers, which end before the context is full: the fact is still there."""
     prompt_weight: float = 0.05
     """Loss weight of tokens that a policy does not sample."""
+    word_weight: float = 5.0
+    """Loss weight of the noted and the written word, where it is one token; the script's other tokens weigh 1."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_facts <= len(FACT_NAMES):
@@ -85,6 +87,8 @@ class RecallConfig:
         for name in ("right_frac", "cut_frac", "short_frac", "prompt_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"RecallConfig.{name} is {getattr(self, name)}, accepted is 0 to 1")
+        if not self.word_weight > 0:
+            raise ValueError(f"RecallConfig.word_weight is {self.word_weight}, accepted is above 0")
         if self.cut_frac + self.short_frac > 1:
             raise ValueError(f"RecallConfig.short_frac is {self.short_frac}, accepted is 0 to {1 - self.cut_frac}")
 
@@ -130,7 +134,7 @@ def edit_of(word: str) -> ToolCall:
 def scripted_examples(
     rng: random.Random, template: Template, limits: EpisodeLimits, config: RecallConfig
 ) -> list[SftExample]:
-    """The windows of one scripted episode: weight 1 on what a policy would sample, `prompt_weight` on the rest.
+    """The windows of one scripted episode, with the loss weights of `config`.
 
     Where the harness cuts instead of asking for summaries, the script guesses the word, since nobody could know it.
     """
@@ -141,10 +145,13 @@ def scripted_examples(
         config = replace(config, num_fillers=0)
         limits = replace(limits, max_turns=config.num_turns, max_summaries=0)
     rollout = scripted_rollout(recall_task(rng, config), template, limits, rng, config)
-    return [
-        SftExample(token_ids=s.token_ids, weights=np.where(s.sampled, 1.0, config.prompt_weight).astype(np.float32))
-        for s in rollout.segments
-    ]
+    words = [ids[0] for ids in (template.render_summary(word)[:-1] for word in WORDS) if len(ids) == 1]
+    examples = []
+    for segment in rollout.segments:
+        weights_T = np.where(np.isin(segment.token_ids, words), config.word_weight, 1.0)
+        weights_T = np.where(segment.sampled, weights_T, config.prompt_weight)
+        examples.append(SftExample(token_ids=segment.token_ids, weights=weights_T.astype(np.float32)))
+    return examples
 
 
 def scripted_rollout(

@@ -168,6 +168,7 @@ def test_examples_weigh_what_a_policy_would_sample(template):
         ({"num_fillers": 11}, "RecallConfig.num_fillers is 11"),
         ({"filler_lines": (0, 3)}, r"RecallConfig.filler_lines is \(0, 3\)"),
         ({"right_frac": 1.5}, "RecallConfig.right_frac is 1.5"),
+        ({"word_weight": 0.0}, "RecallConfig.word_weight is 0.0"),
         ({"cut_frac": 0.8, "short_frac": 0.5}, "RecallConfig.short_frac is 0.5"),
     ],
 )
