@@ -26,9 +26,7 @@ def logits(engine: Engine) -> torch.Tensor:
     cache = engine.model.new_cache(1, 64)
     positions = torch.arange(len(PROMPT))[None]
     with torch.inference_mode():
-        out = engine.model.forward_cached(
-            torch.tensor([PROMPT]), positions, cache=cache, slot_ids_B=slice(0, 1), context_len=len(PROMPT)
-        )
+        out = engine.model.forward_cached(torch.tensor([PROMPT]), positions, cache=cache, slot_ids_B=torch.tensor([0]))
         return engine.model.lm_head(out.hidden_BSD)[0]
 
 
