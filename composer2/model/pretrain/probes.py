@@ -1,15 +1,15 @@
 """Probe tasks for attention: rows of arrows between nodes and questions about them go out, with the answers.
 
-    a b | c a | b c | _ _ _ | ?1 a -> b | ?2 a -> c | …        arrows in any order, blanks, then queries
+    a b | c a | b c | _ _ _ | ?2 | a -> c | c -> b | …         arrows in any order, blanks, a mark, then queries
 
-`?h a` asks for the node that h arrows lead to from a. One arrow is retrieval: find the place where a stood before, say
-what followed it. Two arrows are multi-hop: what the first lookup finds is what the second one looks for.
+`?h` before the queries asks for the nodes that h arrows lead to. One arrow is retrieval: find the place where a stood
+before, say what followed it. Two are multi-hop: what the first lookup finds is what the second one looks for.
 
 Source: row M10 (retrieval and multi-hop probes of sliding-window / full hybrids).
 Choice: the arrows of a row form one cycle, so that no number of arrows leads back to itself early and every node has a
 successor. An answer is a label and never a token of the row, so queries tell nothing new and an arrow is only where it
-was written. Choice: a training row has any number of arrows up to the largest, since rows with few of them teach the
-lookup that the long ones need; probes are measured at the largest.
+was written. Choice: a training row has 3 arrows or more, up to the largest number, since short rows teach the lookup
+that long ones need; probes are measured at the largest.
 
 Shape letters: B rows, T tokens, V vocabulary.
 """
@@ -49,7 +49,7 @@ class ProbeConfig:
 
     @property
     def blank_id(self) -> int:
-        """Token of a place without meaning; the mark of a query over h arrows is num_nodes + h - 1."""
+        """Token of a place without meaning; the mark of queries over h arrows is num_nodes + h - 1."""
         return self.num_nodes + self.max_hops
 
     @property
@@ -60,7 +60,7 @@ class ProbeConfig:
     @property
     def row_len(self) -> int:
         """Tokens of every row; shorter ones end in blanks."""
-        return 2 * self.num_arrows + self.max_gap + 2 * self.num_queries
+        return 2 * self.num_arrows + self.max_gap + 1 + self.num_queries
 
     @property
     def chance(self) -> float:
@@ -85,15 +85,19 @@ class ProbeBatch:
 
 
 def probe_batch(
-    config: ProbeConfig, num_rows: int, rng: np.random.Generator, *, is_longest: bool = False
+    config: ProbeConfig, num_rows: int, rng: np.random.Generator, *, hops: int | None = None, is_longest: bool = False
 ) -> ProbeBatch:
-    """Random rows. `is_longest`: all have `num_arrows` arrows; else any number from 1 on."""
+    """Random rows. `hops`: arrows that queries follow, None for any number up to `max_hops`, row by row.
+
+    `is_longest`: all rows have `num_arrows` arrows; else any number from 3 on."""
+    if hops is not None and not 1 <= hops <= config.max_hops:
+        raise ValueError(f"hops is {hops}, accepted is None or 1 .. max_hops {config.max_hops}")
     shape = (num_rows, config.row_len)
     token_ids = np.full(shape, config.blank_id, dtype=np.int64)
     answers = np.full(shape, NO_ANSWER, dtype=np.int64)
-    hops, nearest, farthest = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    asked, nearest, farthest = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for row in range(num_rows):
-        num_arrows = config.num_arrows if is_longest else int(rng.integers(1, config.num_arrows + 1))
+        num_arrows = config.num_arrows if is_longest else int(rng.integers(3, config.num_arrows + 1))
         cycle = rng.permutation(config.num_nodes)[:num_arrows]
         following = dict(zip(cycle.tolist(), np.roll(cycle, -1).tolist(), strict=True))
         head_of: dict[int, int] = {}
@@ -101,16 +105,17 @@ def probe_batch(
             token_ids[row, 2 * place : 2 * place + 2] = tail, following[tail]
             head_of[tail] = 2 * place + 1
         start = 2 * num_arrows + int(rng.integers(0, config.max_gap + 1))
-        for query in range(config.num_queries):
-            node, count = int(rng.choice(cycle)), int(rng.integers(1, config.max_hops + 1))
-            at = start + 2 * query + 1
-            token_ids[row, at - 1 : at + 1] = config.num_nodes + count - 1, node
+        count = int(rng.integers(1, config.max_hops + 1)) if hops is None else hops
+        token_ids[row, start] = config.num_nodes + count - 1
+        for at in range(start + 1, start + 1 + config.num_queries):
+            node = int(rng.choice(cycle))
+            token_ids[row, at] = node
             distances = []
             for _ in range(count):
                 distances.append(at - head_of[node])
                 node = following[node]
-            answers[row, at], hops[row, at] = node, count
+            answers[row, at], asked[row, at] = node, count
             nearest[row, at], farthest[row, at] = min(distances), max(distances)
     return ProbeBatch(
-        token_ids_BT=token_ids, answers_BT=answers, hops_BT=hops, nearest_BT=nearest, farthest_BT=farthest
+        token_ids_BT=token_ids, answers_BT=answers, hops_BT=asked, nearest_BT=nearest, farthest_BT=farthest
     )

@@ -12,16 +12,15 @@ from composer2.model.transformer import Transformer, init_weights
 
 
 def read_row(tokens, config):
-    """(arrows as {tail: (head, place of the head)}, [(place, hops, node)]) of a row, by its marks alone."""
-    tokens, arrows, queries = list(tokens), {}, []
+    """(arrows as {tail: (head, place of the head)}, [(place, hops, node)]) of a row, by its mark alone."""
+    tokens, arrows = list(tokens), {}
     place = 0
     while tokens[place] < config.num_nodes:
         arrows[tokens[place]] = (tokens[place + 1], place + 1)
         place += 2
-    for i in range(place, len(tokens)):
-        if config.num_nodes <= tokens[i] < config.blank_id:
-            queries.append((i + 1, tokens[i] - config.num_nodes + 1, tokens[i + 1]))
-    return arrows, queries
+    (mark,) = (i for i in range(place, len(tokens)) if config.num_nodes <= tokens[i] < config.blank_id)
+    asked = (i for i in range(mark + 1, len(tokens)) if tokens[i] < config.num_nodes)
+    return arrows, [(i, tokens[mark] - config.num_nodes + 1, tokens[i]) for i in asked]
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,12 +34,13 @@ def test_answers_and_distances_by_brute_force(data, is_longest, seed):
         max_gap=data.draw(st.integers(0, 6)),
         max_hops=data.draw(st.integers(1, num_arrows - 1)),
     )
-    batch = probe_batch(config, 4, np.random.default_rng(seed), is_longest=is_longest)
+    hops_given = data.draw(st.none() | st.integers(1, config.max_hops))
+    batch = probe_batch(config, 4, np.random.default_rng(seed), is_longest=is_longest, hops=hops_given)
     assert batch.token_ids_BT.shape == (4, config.row_len)
     assert batch.token_ids_BT.max() < config.vocab_size
     for row in range(4):
         arrows, queries = read_row(batch.token_ids_BT[row], config)
-        assert len(arrows) == num_arrows if is_longest else 1 <= len(arrows) <= num_arrows
+        assert len(arrows) == num_arrows if is_longest else 3 <= len(arrows) <= num_arrows
         assert set(arrows) == {head for head, _ in arrows.values()}
         assert len(queries) == config.num_queries
         asked = batch.answers_BT[row] != NO_ANSWER
@@ -52,6 +52,7 @@ def test_answers_and_distances_by_brute_force(data, is_longest, seed):
                 places.append(where)
             assert batch.answers_BT[row, place] == node
             assert batch.hops_BT[row, place] == hops
+            assert hops_given in (None, hops)
             assert batch.nearest_BT[row, place] == place - max(places)
             assert batch.farthest_BT[row, place] == place - min(places)
         for name in ("hops_BT", "nearest_BT", "farthest_BT"):
@@ -67,6 +68,11 @@ def test_a_guess_among_the_other_nodes_has_the_chance_given():
     assert config.chance == pytest.approx(1 / 3)
     guess = (batch.token_ids_BT + 1) % 4
     assert (guess == batch.answers_BT)[asked].mean() == pytest.approx(1 / 3, abs=0.03)
+
+
+def test_hops_beyond_the_most_are_refused():
+    with pytest.raises(ValueError, match=r"hops is 3, accepted is None or 1 \.\. max_hops 2"):
+        probe_batch(ProbeConfig(), 1, np.random.default_rng(0), hops=3)
 
 
 def test_same_seed_same_rows():
@@ -93,7 +99,7 @@ def test_sizes_that_do_not_fit_are_refused(fields, message):
 @pytest.mark.parametrize(("every", "is_blind"), [(0, True), (2, False), (1, False)])
 def test_what_lies_beyond_the_reach_of_all_windows_cannot_be_answered(every, is_blind):
     """Two rows that differ in one arrow further away than layers * (window - 1): the same logits, or others."""
-    probe = ProbeConfig(max_gap=12)
+    probe = ProbeConfig(max_gap=16)
     window, layers = 4, 4
     model = Transformer(
         ModelConfig(
@@ -103,8 +109,8 @@ def test_what_lies_beyond_the_reach_of_all_windows_cannot_be_answered(every, is_
         )
     )  # fmt: skip
     init_weights(model, 0)
-    batch = probe_batch(probe, 8, np.random.default_rng(0), is_longest=True)
-    far = (batch.nearest_BT > layers * (window - 1)) & (batch.hops_BT == 1)
+    batch = probe_batch(probe, 8, np.random.default_rng(0), hops=1, is_longest=True)
+    far = batch.nearest_BT > layers * (window - 1)
     places = {int(row): int(np.flatnonzero(far[row]).max()) for row in np.flatnonzero(far.any(1))}
     assert len(places) >= 4
     other = batch.token_ids_BT.copy()
