@@ -1,11 +1,17 @@
 """Fixtures shared by folders. Test modules cannot import each other, so fakes are handed out as a module."""
 
 import importlib.util
+import json
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+RANKS = Path(__file__).parent / "dist"
 
 
 def load(name: str) -> ModuleType:
@@ -31,3 +37,26 @@ def fakes() -> ModuleType:
 def chat() -> ModuleType:
     """`tests/env/chat.py`: a tokenizer with the marks of all chat formats, and their templates in `transformers`."""
     return load("chat")
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Any]:
+    """Call with (file of tests/dist, function of it, ranks): what rank 0 wrote to `result.json`, once a session."""
+    results: dict[tuple[str, str, int], Any] = {}
+
+    def run(script: str, function: str, world: int) -> Any:
+        key = (script, function, world)
+        if key not in results:
+            folder = tmp_path_factory.mktemp(f"{function}_{world}")
+            command = [sys.executable, str(RANKS / "launch.py"), str(world), str(RANKS / script), function, str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)  # it ends itself in time
+            results[key] = (
+                json.loads((folder / "result.json").read_text())
+                if done.returncode == 0
+                else RuntimeError(f"{function} on {world} ranks: status {done.returncode}\n{done.stderr[-4000:]}")
+            )
+        if isinstance(results[key], Exception):
+            raise results[key]
+        return results[key]
+
+    return run

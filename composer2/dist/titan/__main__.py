@@ -1,4 +1,4 @@
-"""`torchrun --standalone --nproc_per_node=N -m composer2.dist.titan --config NAME [--section.field VALUE …]`: train by torchtitan.
+"""`torchrun --standalone --nproc_per_node=N -m composer2.dist.titan --config NAME [--section.field VALUE]`: train.
 
 N nodes: `--nnodes N --rdzv_backend c10d --rdzv_endpoint HOST:PORT` in place of `--standalone`.
 """
