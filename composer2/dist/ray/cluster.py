@@ -61,8 +61,8 @@ class Cluster:
         bundles: list[dict[str, float]] = [{"CPU": 1.0}, *({"CPU": 2.0} for _ in range(num_samplers))]
         if trainer_gpus:
             bundles[0]["GPU"] = trainer_gpus
-        self._connect(config, num_cpus=int(sum(bundle["CPU"] for bundle in bundles)))
         try:
+            self._connect(config, num_cpus=int(sum(bundle["CPU"] for bundle in bundles)))
             self.group = self._place(bundles)
         except BaseException:
             self._disconnect()
