@@ -70,6 +70,7 @@ def _message_record(message: Message) -> Record:
     return {
         "role": message.role.value,
         "content": message.content,
+        **({"reasoning": message.reasoning} if message.reasoning else {}),
         "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls],
         "tool_results": [{"content": result.content, "is_error": result.is_error} for result in message.tool_results],
     }
@@ -238,6 +239,8 @@ def rollout_view(record: Mapping[str, Any]) -> RenderableType:
         turn += message["role"] == "assistant"
         title = f"turn {turn}: {message['role']}" if message["role"] == "assistant" else message["role"]
         parts.append(Rule(title, align="left"))
+        if message.get("reasoning"):
+            parts.append(Text(message["reasoning"], style="dim italic"))
         if message.get("content"):
             parts.append(Text(message["content"]))
         parts += [Text(f"→ {call_text(call)}", style="cyan") for call in message.get("tool_calls", [])]

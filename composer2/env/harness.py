@@ -223,7 +223,7 @@ class _Episode:
         self.counts["num_turns"] += 1
         turn = self.template.parse_turn(ids)
         made = tuple(call for call in turn.calls if isinstance(call, ToolCall))
-        self.messages.append(Message(role=Role.ASSISTANT, content=turn.text, tool_calls=made))
+        self.messages.append(Message(role=Role.ASSISTANT, content=turn.text, reasoning=turn.reasoning, tool_calls=made))
         if not turn.ended:
             self.events["cut_turn"] += 1
         # Fewer tokens than allowed and yet cut: the sampler's own window is full.

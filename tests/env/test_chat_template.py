@@ -8,6 +8,7 @@ from composer2.env.chat_formats import CHAT_FORMATS, KIMI_K2, MINIMAX_M2, QWEN3
 from composer2.env.chat_render import Fixed
 from composer2.env.chat_template import ChatTemplate
 from composer2.env.tools.registry import TOOLS
+from composer2.inspect_run import rollout_record
 from composer2.types import Message, Role, ToolCall, ToolResult
 
 
@@ -117,3 +118,14 @@ def test_a_full_window_is_summarised_and_quoted_as_sampled(template, chat, fakes
         == tokenizer.decode(second[:prompt]).count(template.form.user) + 1
     )
     assert rollout.events == {}
+
+
+def test_reasoning_is_kept_apart_in_the_messages(chat, fakes):
+    template = ChatTemplate(QWEN3, chat.tokenizer())
+    think = template.encode([Fixed("<think>\n"), "Look.", Fixed("\n</think>\n\n")])
+    finish = template.render_calls([ToolCall(name="finish")], text="Done.")
+    rollout, _ = play(fakes, template, [think + finish])[:2]
+    assert (rollout.messages[1].reasoning, rollout.messages[1].content) == ("Look.", "Done.")
+    assert rollout.stats.thinking_tokens >= len(think)
+    (record,) = [m for m in rollout_record(fakes.make_task(), rollout)["messages"] if m["role"] == "assistant"]
+    assert (record["reasoning"], record["content"]) == ("Look.", "Done.")

@@ -47,8 +47,8 @@ def test_a_short_run_writes_figures_and_a_picture(load_script, tmp_path, monkeyp
     for task in ("retrieval", "multihop"):
         assert figures[f"{task}_loss_of_full"] == 0
         for arm in script.ARMS:
-            # untrained: a guess among the sixteen nodes, or the other five of the row
-            assert 0 < figures[f"{task}_acc_{arm}"] < 0.35
+            # untrained: a guess among the eight nodes, or the other three of the row
+            assert 0 < figures[f"{task}_acc_{arm}"] < 0.45
             loss = figures[f"{task}_acc_full"] - figures[f"{task}_acc_{arm}"]
             assert figures[f"{task}_loss_of_{arm}"] == pytest.approx(loss)
     assert (tmp_path / "attention_probes.png").stat().st_size > 5000
