@@ -321,7 +321,7 @@ def main() -> int:
         peer.generation_config.eos_token_id = None
         parts: dict[str, Callable[[], dict[str, float]]] = {
             "decode": lambda: bench_decode(model, peer, repeats, 24 if quick else 64),
-            "prefix": lambda: bench_prefix(model, repeats, 512 if quick else 1024),
+            "prefix": lambda: bench_prefix(model, repeats, 1024),
             "speculative": lambda: bench_speculative(model, repeats, 48 if quick else 128),
             "train": lambda: bench_train(model, peer, repeats, 4, 512),
             "rows_256": lambda: {
