@@ -274,6 +274,7 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], figures: Mapping[str,
     others = [arm for arm in found if arm not in ("start", "dr_grpo")]
     ends = np.array([[figures[f"pass_minus_dr_grpo_{arm}{end}"] for end in ("", "_low", "_high")] for arm in others])
     axes[1, 0].errorbar(ends[:, 0], others, xerr=[ends[:, 0] - ends[:, 1], ends[:, 2] - ends[:, 0]], fmt="o", capsize=3)
+    axes[1, 0].locator_params(axis="x", nbins=5)
     axes[1, 0].axvline(0, color="0.6", lw=1)
     axes[1, 0].set_title("held-out pass@1 minus dr_grpo, 95 % over seeds")
     trained = [arm for arm in found if arm != "start"]
