@@ -9,6 +9,7 @@ would write the same lines.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -98,9 +99,11 @@ class Run:
         self.may_abort = False
         for name in ("stages", "checkpoints", "models"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(folder)
         stored = folder / "config.json"
         if stored.exists() and any(any((folder / name).iterdir()) for name in ("stages", "checkpoints", "models")):
             if load_config(stored, RunConfig) != config:
+                self._lock.close()
                 raise ValueError(
                     f"{folder} holds a run with another configuration (see its config.json), accepted is the same "
                     "configuration to resume it, or another --run-dir"
@@ -252,6 +255,20 @@ class Run:
             _, pool = self._pools.popitem()
             pool.close(grace=STOP_GRACE if self.stop_requested else 5.0)
         self.metrics.close()
+        self._lock.close()
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """A file that this process holds until it closes it or ends, however that is; ValueError when another one does.
+
+    Choice: two processes in one run directory would drop each other's lines and checkpoints."""
+    file = (folder / "lock").open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(f"{folder} is in use by another process, accepted is one at a time") from error
+    return file
 
 
 def write_json(path: Path, value: Any) -> None:

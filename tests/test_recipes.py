@@ -220,10 +220,12 @@ def test_rounds_on_own_wrong_tries(tmp_path, monkeypatch):
         before = load_model(run.model_dir("sft")).state_dict()
         stored = own_tries.collect(run, 0)
         assert len(stored) == 4
+        run.close()
         run = Run(tmp_path / "run", config, console)
         monkeypatch.setattr(own_tries, "generate_task", None)  # nothing is drawn again for round 0
         with pytest.raises(TypeError):
             pipeline.stage_sft(run)  # round 0 ends on the stored windows, round 1 needs tasks
+        run.close()
         monkeypatch.setattr(own_tries, "generate_task", generate_task)
         run = Run(tmp_path / "run", config, console)
         assert run_stages(run, last="sft")
@@ -234,3 +236,16 @@ def test_rounds_on_own_wrong_tries(tmp_path, monkeypatch):
         np.testing.assert_array_equal(weights, weights_again)
     after = load_model(run.model_dir("sft")).state_dict()
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_a_run_directory_belongs_to_one_process_at_a_time(tmp_path):
+    config = reduced_small(Path(__file__).parents[1] / "composer2" / "rl")
+    with Console("quiet") as console:
+        run = Run(tmp_path / "run", config, console)
+        with pytest.raises(ValueError, match=r"run is in use by another process, accepted is one at a time"):
+            Run(tmp_path / "run", config, console)
+        run.close()
+        (tmp_path / "run" / "stages" / "data.json").write_text("{}")
+        with pytest.raises(ValueError, match="another configuration"):
+            Run(tmp_path / "run", replace(config, seed=1), console)
+        Run(tmp_path / "run", config, console).close()
