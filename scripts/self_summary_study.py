@@ -22,7 +22,8 @@ code 0 when every arm was run to its end. An interrupted study goes on with the 
 
 Source: report §4.1 (self-summarisation: the final reward goes to every token of the chain); row R3.
 Choice: intervals are over tasks, not over seeds of training; the full run has three seeds, `--quick` one.
-Choice: no pretraining. The policy learns this one family from scratch, in minutes, and knows nothing else.
+Choice: no pretraining. The policy learns this one family from scratch, in minutes, and knows nothing else. Its head is
+its embedding matrix, so that copying one kind of word is copying all kinds.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Settings:
         default_factory=lambda: replace(
             tiny().model, hidden_size=64, num_hidden_layers=3, intermediate_size=160, moe_intermediate_size=48,
             n_routed_experts=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+            tie_word_embeddings=True,
         )
     )  # fmt: skip
     sft: SftConfig = field(

@@ -192,8 +192,8 @@ class _Script:
             value, facts = self.task.meta["value"], self.task.meta["facts"].values()
             wrong = [other for other in facts if other != value]
             self.noted = value if self.rng.random() < self.config.right_frac else self.rng.choice(wrong)
-        # Once the last file is read there is no next one: the summary names the file to read again.
-        return f"{self.paths[min(self.num_turns, len(self.paths) - 1)]}:{self.noted}"
+        # Where to go on; once the last file is read, nowhere: what is left is the edit of the file shown last.
+        return f"{''.join(self.paths[self.num_turns : self.num_turns + 1])}:{self.noted}"
 
     def _turn(self) -> ToolCall:
         self.num_turns += 1
