@@ -16,7 +16,9 @@ grouped-query attention, trained alike on rows of arrows between nodes and queri
     chance                                           accuracy of a guess among the row's other nodes
 
 Source: row M10.
-Choice: training begins with retrieval alone; two lookups in a row are not found without one (then within minutes).
+Choice: training begins with retrieval alone; the same rows mixed from the start were not learned in this budget.
+Read `…_acc_inside` first: an arm at chance there has not learned the task at all, and what it loses beyond the window
+is then no measure of the window alone. Few training queries have their arrows inside, so `window` may end like that.
 Choice: one seed an arm in the quick form, medians over three seeds otherwise; everything else is equal. Accuracies
 have a standard error of about 0.01 (thousands of queries), which does not include the spread between trainings.
 """
