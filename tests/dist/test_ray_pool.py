@@ -25,6 +25,7 @@ from composer2.dist.ray.cluster import (  # noqa: E402
     store_figures,
 )
 from composer2.dist.ray.environments import EnvironmentActor, RemotePods  # noqa: E402
+from composer2.dist.ray.executor import raised_as_there  # noqa: E402
 from composer2.dist.ray.pool import ObjectShelf, RayPool, SamplerActor  # noqa: E402
 from composer2.runner import PodsConfig  # noqa: E402
 
@@ -213,6 +214,24 @@ def test_services_that_have_no_place_are_refused_with_what_is_free(cluster, monk
     monkeypatch.setattr("composer2.dist.ray.cluster.PLACEMENT_SECONDS", 0.5)
     with pytest.raises(ClusterError, match=r"the services need \[\{'CPU': 99\}\], the cluster has \{'CPU': "):
         Cluster._place([{"CPU": 99}])
+
+
+class Raising:
+    def refuse(self):
+        raise OSError(28, "No space left on device")
+
+    def leave(self):
+        os._exit(3)
+
+
+def test_what_a_service_raises_is_raised_here(cluster):
+    actor = ray.remote(Raising).options(num_cpus=0).remote()
+    with pytest.raises(OSError, match="No space left") as refused, raised_as_there():
+        ray.get(actor.refuse.remote())
+    assert refused.value.errno == 28
+    assert "Traceback" not in str(refused.value)
+    with pytest.raises(WorkerError, match="a service of the run is gone"), raised_as_there():
+        ray.get(actor.leave.remote())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

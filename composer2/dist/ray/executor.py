@@ -157,7 +157,7 @@ def run_on_ray(folder: Path, config: RunConfig, *, last: str, console: Console, 
             .remote(folder.resolve(), config, console.mode, cluster.group, environments)
         )
         try:
-            with _raised_as_there():
+            with raised_as_there():
                 for reason in set(ray.get([environment.open.remote() for environment in environments])):
                     console.note(f"pods: {reason}")
                 return _watch(trainer, last)
@@ -200,7 +200,7 @@ def _stop_on_interrupt(stop: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _raised_as_there() -> Iterator[None]:
+def raised_as_there() -> Iterator[None]:
     """An error of an actor's own code raises here as itself, the loss of an actor as WorkerError."""
     try:
         yield
