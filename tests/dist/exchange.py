@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from composer2.dist.deepep import DeepEPExchange, make_buffer
 from composer2.dist.expert_parallel import ExpertExchange
+from composer2.dist.transfer import Transfer
 from composer2.kernels.dispatch import combine_tokens, pack_tokens
 from composer2.kernels.linear import Recipe, expert_linear
 from composer2.model.config import ModelConfig
@@ -173,6 +174,45 @@ def native() -> dict:
     }
 
 
+def in_parts(num_parts: int) -> dict:
+    """Float64 over a native wire, in parts against whole; and what was started, waited for and computed, in order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, ids, weights = tokens(rank)
+    own = slice(rank * E // world, (rank + 1) * E // world)
+    results, events = [], []
+    real_start, real_wait = Transfer.start, Transfer.wait
+
+    def start(self, rows, splits):
+        events.append("start")
+        real_start(self, rows, splits)
+
+    def wait(self):
+        events.append("wait")
+        return real_wait(self)
+
+    for parts in (1, num_parts):
+        rows_TD, w = x.double().requires_grad_(), matrices().double()[own].requires_grad_()
+
+        def experts(rows, offsets, codes=None, w=w):
+            events.append("experts")
+            rows.register_hook(lambda grad: events.append("experts"))
+            bounds = [0, *offsets.tolist()]
+            return torch.cat([rows[a:b] @ m.T for a, b, m in zip(bounds, bounds[1:], w, strict=False)])
+
+        events.clear()
+        Transfer.start, Transfer.wait = start, wait
+        out = ExpertExchange(dist.group.WORLD, E, num_parts=parts)(rows_TD, ids, weights.double(), experts)
+        forward = len(events)
+        out.backward(upstream(rank, out.shape).double())
+        Transfer.start, Transfer.wait = real_start, real_wait
+        results.append((out.detach(), rows_TD.grad, w.grad))
+    found = {
+        f"{name}_error": float((gathered(a) - gathered(b)).abs().max())
+        for name, a, b in zip(("out", "dgrad", "wgrad"), *results, strict=True)
+    }
+    return found | {"forward": events[:forward], "backward": events[forward:]}
+
+
 class GlooBuffer:
     """A stand-in for `deep_ep.Buffer`, from its documentation: tokens go once to each rank, combine adds plainly."""
 
@@ -264,7 +304,7 @@ def deepep(wire: str) -> dict:
 
 
 def job(folder: Path) -> None:
-    found = {"native": native()}
+    found = {"native": native(), "parts_2": in_parts(2), "parts_100": in_parts(100)}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         for spread in (0.0, 4.0):
             found[f"{name}_{spread}"] = formats(spread, dtype, E)

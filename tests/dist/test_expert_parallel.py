@@ -26,6 +26,22 @@ def test_a_native_wire_changes_nothing(found):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("parts", ["parts_2", "parts_100"])
+def test_tokens_in_parts_give_the_same(found, parts):
+    """100 parts of 70 to 79 tokens: some parts are empty."""
+    assert max(found[parts][f"{name}_error"] for name in ("out", "dgrad", "wgrad")) < 1e-12
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_one_part_travels_while_the_experts_work_on_another(found, way):
+    """Both parts leave before any expert works, and the results of one return while the other is worked on."""
+    events = found["parts_2"][way]
+    assert sorted(events) == ["experts"] * 2 + ["start"] * 4 + ["wait"] * 4
+    assert events == ["start", "start", "wait", "experts", "start", "wait", "experts", "start", "wait", "wait"]
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ["0.0", "4.0", "few"])
 def test_forward_and_dgrad_of_mxfp8_experts_do_not_notice_the_mxfp8_wire(found, dtype, case):

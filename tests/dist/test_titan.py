@@ -24,8 +24,8 @@ parity = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = parity
 spec.loader.exec_module(parity)
 
-pytestmark = pytest.mark.dist
-LAYOUTS = ["one", "cp2_ep2", "dp2", "dp2_ep2_ac", "dp2_cp2_ep4"]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+LAYOUTS = ["one", "cp2_ep2", "dp2_ep2_ac", "dp2_cp2_ep4"]
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,6 @@ LR = 0.01
 LAYOUTS = {
     "one": (1, 1, 1),
     "cp2_ep2": (1, 2, 2),
-    "dp2": (2, 1, 1),
     "dp2_ep2_ac": (2, 1, 2),
     "dp2_cp2_ep4": (2, 2, 4),
 }
@@ -288,7 +287,7 @@ def fork_run(world: int, run, folder: Path, result: Path) -> None:
                 sys.stderr.flush()
                 os._exit(status)
         children.append(child)
-    failed, deadline = False, time.monotonic() + 120
+    failed, deadline = False, time.monotonic() + 200
     while children and not failed and time.monotonic() < deadline:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child == 0:

@@ -5,7 +5,7 @@
                             one box of eight GPUs, or N boxes with data parallelism over what is left
 
 Source: report §6.1; rows D1 P1 R1. Choice: `rl` and `cpt` take a model of a size that trains on one 8-GPU box; the
-report's own base model is given to the same functions by whoever has the machines for it (`rl_run(kimi_k2())`).
+report's own base model is given to the same functions by whoever has the machines: `rl_run(kimi_k2_5(), …)`.
 Choice: torchtitan's `partial_dtensor` backend, the one that keeps the dense weights on data times context ranks.
 """
 
@@ -46,7 +46,7 @@ SMALL = ModelConfig(
     max_position_embeddings=131072,
     rope_scaling=YarnConfig(factor=32, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
 )
-"""A mixture of 64 experts with latent attention, about 12 billion parameters: one box of eight GPUs."""
+"""A mixture of 64 experts with latent attention; 10.2 billion parameters, of which a token uses 1.8: one 8-GPU box."""
 RL_FORMATS = {"expert_recipe": "nvfp4", "dispatch_wire": "mxfp8"}
 """NVFP4 forward with a scale a token, MXFP8 backward; MXFP8 on the wire."""
 CPT_FORMATS = {"expert_recipe": "mxfp8", "dispatch_wire": "mxfp8"}

@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 
+from composer2.dist.expert_parallel import ExpertExchange
 from composer2.dist.fsdp import fill_seams, shard_weights
 from composer2.dist.meshes import Degrees, Meshes
 from composer2.model.attend_flex import flex_attend
@@ -39,6 +40,8 @@ class TitanTransformer(Transformer, BaseModel):
         """The model."""
         seed: int = 0
         """Of the initialisation."""
+        exchange_parts: int = 2
+        """Runs of tokens that travel to their experts one behind the other, so that transfer and experts overlap."""
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Refuse what does not divide, before anything is built."""
@@ -60,7 +63,7 @@ class TitanTransformer(Transformer, BaseModel):
     def __init__(self, config: Config) -> None:
         attend = flex_attend if torch.cuda.is_available() else sdpa_attend
         Transformer.__init__(self, config.sizes, attend=attend)
-        self.seed = config.seed
+        self.seed, self.exchange_parts = config.seed, config.exchange_parts
 
     def verify_module_protocol(self) -> None:
         """Nothing: the submodules are plain, `init_states` and `parallelize_model` do what theirs would."""
@@ -122,7 +125,12 @@ def parallelize_model(
     if compile_config.enable:
         raise ValueError("compile.enable is True, accepted is False: exchanges of tokens have no fixed shapes")
     meshes = meshes_of(parallel_dims)
-    fill_seams(model, meshes)
+    sizes, exchange = model.config, None
+    if meshes.degrees.ep > 1:
+        exchange = ExpertExchange(
+            meshes.experts.get_group(), sizes.n_routed_experts, sizes.dispatch_wire, model.exchange_parts
+        )
+    fill_seams(model, meshes, exchange)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     precision = MixedPrecisionPolicy(
