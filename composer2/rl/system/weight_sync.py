@@ -35,7 +35,7 @@ class FolderSink:
         final = self.path(version)
         partial = final.with_suffix(".partial")
         try:
-            save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, str(partial))
+            save_file(_apart(state), str(partial))
         except SafetensorError as error:
             partial.unlink(missing_ok=True)
             raise OSError(f"could not write {final}: {error}") from error
@@ -43,6 +43,18 @@ class FolderSink:
         for old in sorted(self.folder.glob("weights-*.safetensors"))[: -self.keep]:
             old.unlink(missing_ok=True)
         return final
+
+
+def _apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that share no memory, as the file format asks for: a tied head travels a second time."""
+    apart: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        tensor = tensor.detach().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return apart
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -36,6 +36,14 @@ def test_views_and_parameters_are_written(tmp_path):
     assert found["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_tensors_that_share_memory_arrive_whole(tmp_path):
+    """A tied head, and views of one buffer: the samplers ask for every name."""
+    table, buffer = torch.arange(12.0).reshape(4, 3), torch.arange(10.0)
+    given = {"embed": table, "head": table, "low": buffer[:5], "high": buffer[5:]}
+    found = read_weights(FolderSink(tmp_path).publish(0, given))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in given.items()}
+
+
 def test_only_the_newest_versions_stay(tmp_path):
     sink = FolderSink(tmp_path / "new" / "folder", keep=2)
     for version in (0, 9, 10, 100):
