@@ -102,11 +102,13 @@ class Settings:
         )
     )  # fmt: skip
     sft: SftConfig = field(
-        default_factory=lambda: SftConfig(num_steps=400, schedule_steps=500, batch_size=24, row_len=128, autocast="off")
+        default_factory=lambda: SftConfig(
+            num_steps=1000, schedule_steps=1200, batch_size=24, row_len=128, autocast="off"
+        )
     )
     rl: RLConfig = field(
         default_factory=lambda: RLConfig(
-            num_steps=40, prompts_per_step=8, lr=1e-3, row_length=256, max_staleness=0, reference_every=1000,
+            num_steps=60, prompts_per_step=8, lr=1e-3, row_length=256, max_staleness=0, reference_every=1000,
             reward=RewardConfig(components=(RewardComponent(name="correctness", weight=1.0),)),
         )
     )  # fmt: skip
