@@ -70,11 +70,13 @@ def counted_traffic() -> Iterator[dict[str, int]]:
         received["scatter"] += input.nbytes - output.nbytes
         return scatter(output, input, *args, **kwargs)
 
-    def counted_exchange(output: Any, input: Any, *splits: Any, group: Any = None) -> Any:
-        if splits:  # without them: the counts of rows, eight bytes an expert
-            runs = output.split(splits[0])
+    def counted_exchange(
+        output: Any, input: Any, arriving: Any = None, *args: Any, group: Any = None, **kw: Any
+    ) -> Any:
+        if arriving is not None:  # without sizes: the counts of rows, eight bytes an expert
+            runs = output.split(arriving)
             received["all_to_all"] += sum(r.nbytes for i, r in enumerate(runs) if i != dist.get_rank(group))
-        return exchange(output, input, *splits, group=group)
+        return exchange(output, input, arriving, *args, group=group, **kw)
 
     counted = (counted_gather, counted_scatter, counted_exchange)
     dist.all_gather_single, dist.reduce_scatter_single, dist.all_to_all_single = counted
