@@ -217,6 +217,9 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = self._query(x_BTD, rope)
         if arrival is not None:
             latent, k_rope = arrival().split((self.rank, self.rope), dim=-1)
+            if mask is None or mask.shape[-1] != latent.shape[1]:
+                given = None if mask is None else tuple(mask.shape)
+                raise ValueError(f"mask is {given}, accepted with gathered keys is [B, 1, T, M = {latent.shape[1]}]")
         expanded = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, self.nope + self.value_dim))
         k_nope, value = expanded.split((self.nope, self.value_dim), dim=-1)
         k_rope = k_rope[:, :, None].expand(-1, -1, self.num_heads, -1)

@@ -207,3 +207,33 @@ def job(folder: Path) -> None:
             found[case.name] = compare(steps, expected[key])
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(found))
+
+
+def mtp_loss(model: Transformer, batch) -> torch.Tensor:
+    """Next-token loss of the trunk and of the MTP module, summed."""
+    where = {"position_ids_BT": batch.position_ids, "document_ids_BT": batch.document_ids}
+    out = model(batch.token_ids, **where)
+    drafts = model.mtp_forward(out.trunk_BTD, batch.token_ids, **where).logits[0]
+    total = out.hidden_BTD.new_zeros(())
+    for ahead, logits in ((1, out.logits_BTV), (2, drafts)):
+        logprobs = torch.log_softmax(logits[:, :-ahead], dim=-1)
+        picked = logprobs.gather(-1, batch.token_ids[:, ahead:, None])[..., 0]
+        total = total - (picked * (batch.document_ids[:, ahead:] >= 0)).sum()
+    return total / 100
+
+
+def mtp_job(folder: Path) -> None:
+    """MTP modules over two data and two expert ranks, float64."""
+    sizes = replace(CONFIG, num_nextn_predict_layers=1)
+    meshes = make_meshes(Degrees(dp=2, ep=2), "cpu")
+    model, single = parallelize(build_model(torch.float64, sizes), meshes), build_model(torch.float64, sizes)
+    loss = mtp_loss(model, rows_of(build_batch(sizes), meshes.dp_rank, 2))
+    loss.backward()
+    right = mtp_loss(single, build_batch(sizes))
+    right.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    steps = [record(m, value, 1.0, []) | {"differing": 0} for m, value in ((model, total), (single, right))]
+    errors = compare(steps[:1], [steps[1]]) if dist.get_rank() == 0 else {}
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(errors))

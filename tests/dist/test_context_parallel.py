@@ -17,6 +17,8 @@ from composer2.dist.context_parallel import (
     visible_until,
 )
 from composer2.model.attention import document_mask
+from composer2.model.config import ModelConfig
+from composer2.model.transformer import Transformer
 from composer2.rl.loss import LossConfig
 from composer2.rl.pack import BatchTensors
 
@@ -113,6 +115,25 @@ def test_every_field_is_cut_alike_and_predictions_are_shifted_first(cp, rank):
     for name, base in (("targets", 100), ("advantages", 300), ("behaviour_logprobs", 400), ("policy_versions", 500)):
         assert getattr(shard, name)[0].tolist() == [0 if p is None else base + p for p in following], name
     assert shard.loss_mask[0].tolist() == [p is not None and p % 3 == 1 for p in following]
+
+
+def test_masks_that_do_not_know_the_gathered_keys_are_refused():
+    """None would be causal by the number of rows: silently wrong."""
+    config = ModelConfig(num_nextn_predict_layers=0)
+    model = Transformer(config)
+    for layer in model.layers:
+        layer.self_attn.gather = lambda entries: lambda: torch.cat((entries, entries), dim=1)
+    tokens, ids = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64)
+    for documents in (None, tokens):
+        with pytest.raises(ValueError, match="accepted with gathered keys"):
+            model(tokens, document_ids_BT=documents)
+    view = shard_batch(batch_of(ids), 2, 0).key_view
+    assert model(tokens, position_ids_BT=tokens, key_view=view).hidden_BTD.shape == (1, 8, config.hidden_size)
+    with pytest.raises(ValueError, match="position_ids is None"):
+        model(tokens, key_view=view)
+    windowed = Transformer(ModelConfig(attention="grouped", sliding_window=4, num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="key_view is given, accepted is None with windowed layers"):
+        windowed(tokens, position_ids_BT=tokens, key_view=view)
 
 
 def test_what_does_not_divide_is_refused():

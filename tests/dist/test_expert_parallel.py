@@ -12,6 +12,7 @@ from composer2.dist.expert_parallel import by_expert, join_payload, split_payloa
 from composer2.kernels.backend import BackendUnavailable
 from composer2.kernels.mxfp8 import quantize_mxfp8
 
+pytestmark = pytest.mark.timeout(600)
 DTYPES = ["float32", "bfloat16"]
 
 

@@ -13,7 +13,7 @@ parity = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = parity
 spec.loader.exec_module(parity)
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 ALL = [(world, case) for world in parity.LAYOUTS for case in parity.cases(world)]
 RIGHT = [pytest.param(world, case, id=case.name) for world, case in ALL if not case.fault]
@@ -47,3 +47,10 @@ def test_a_wrong_divide_factor_shows_in_gradients_and_not_in_the_first_loss(run_
     found = run_ranks("parity.py", "job", 2)["2,1,2-float64-replay-divide_factor"]
     dense = [error for name, error in found["grads"].items() if ".experts." not in name]
     assert min(dense) > 0.4
+
+
+def test_mtp_modules_train_over_data_and_expert_ranks(run_ranks):
+    found = run_ranks("parity.py", "mtp_job", 2)
+    assert found["loss"] < 1e-12
+    assert sum(name.startswith("mtp.") for name in found["grads"]) > 15
+    assert max(found["grads"].values()) < 1e-10
