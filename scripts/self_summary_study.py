@@ -22,8 +22,8 @@ code 0 when every arm was run to its end. An interrupted study goes on with the 
 
 Source: report §4.1 (self-summarisation: the final reward goes to every token of the chain); row R3.
 Choice: intervals are over tasks, not over seeds of training; the full run has three seeds, `--quick` one.
-Choice: no pretraining. The policy learns this one family from scratch, in minutes, and knows nothing else. Its head is
-its embedding matrix, so that copying one kind of word is copying all kinds.
+Choice: no pretraining; the policy learns this one family from scratch. Its head is its embedding matrix: copying one
+kind of word is copying all kinds.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def episode_limits(recall: RecallConfig) -> EpisodeLimits:
     """Room for one or two files beside the prompt; a long filler with its line numbers has 48 tokens."""
     return EpisodeLimits(
         max_turns=recall.num_turns,
-        max_tokens_per_turn=9,
+        max_tokens_per_turn=12,
         max_calls_per_turn=1,
         max_result_tokens=52,
-        context_budget=144,
+        context_budget=150,
         max_summaries=4,
         max_summary_tokens=8,
         run_timeout=0.05,
@@ -139,12 +139,12 @@ def make_start(folder: Path, config: Settings, start: Path | None, console: Cons
     if (folder / "sft.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    if start is None:
+    if start is not None:
+        tokenizer, model = Tokenizer.load(start / "tokenizer.json"), load_model(start / "models" / "sft")
+    else:
         tokenizer = make_tokenizer(config.recall)
         model = Transformer(replace(config.model, vocab_size=tokenizer.vocab_size))
         init_weights(model, 0)
-    else:
-        tokenizer, model = Tokenizer.load(start / "tokenizer.json"), load_model(start / "models" / "sft")
     tokenizer.save(folder / "tokenizer.json")
     template = TinyTemplate(tokenizer)
     check_sizes(config, template)
@@ -173,12 +173,16 @@ def make_tokenizer(recall: RecallConfig) -> Tokenizer:
 
 
 def check_sizes(config: Settings, template: TinyTemplate) -> None:
-    """ValueError when the tokenizer cuts the files into so many tokens that a turn or an answer does not fit."""
+    """ValueError when the tokenizer makes so many tokens of texts that a turn, a summary or an answer does not fit."""
+    limits = episode_limits(config.recall)
+    room = {SpanKind.ACTION: limits.max_tokens_per_turn, SpanKind.SUMMARY: limits.max_summary_tokens}
     for index, task in enumerate(held_out_tasks(config)):
-        rng = random.Random(index)
-        events = scripted_rollout(task, template, episode_limits(config.recall), rng, config.recall).events
-        if events:
-            raise ValueError(f"the start's tokenizer leads to {dict(events)}, accepted is one with shorter files")
+        rollout = scripted_rollout(task, template, limits, random.Random(index), config.recall)
+        spans = [span for segment in rollout.segments for span in segment.spans if span.kind in room]
+        long = sum(span.stop - span.start > room[span.kind] for span in spans)
+        if rollout.events or long:
+            problem = dict(rollout.events) or f"{long} turns that the policy could not write"
+            raise ValueError(f"the start's tokenizer leads to {problem}, accepted is one with shorter texts")
 
 
 def examples_at(step: int, config: Settings, template: TinyTemplate) -> list[Example]:
@@ -229,14 +233,12 @@ def run_arm(out: Path, config: Settings, arm: str, seed: int, console: Console) 
             task_at=lambda index: recall_task(random.Random(stable_seed("rl", seed, index)), config.recall),
             seed=seed,
         )
-        loop.run(
+        loop.run(  # nothing is kept of an arm that was interrupted
             LoopHooks(
-                on_step=on_step,
-                checkpoint=lambda done, state: None,
-                evaluate=lambda done: None,
-                should_stop=lambda: False,
+                on_step=on_step, checkpoint=lambda done, state: None,
+                evaluate=lambda done: None, should_stop=lambda: False,
             )
-        )
+        )  # fmt: skip
         after = evaluate(pool, tasks, tokenizer, config.num_samples)
     return {"start": before, "end": after, "steps": steps, "seconds": time.perf_counter() - started}
 
