@@ -22,8 +22,7 @@ code 0 when every arm was run to its end. An interrupted study goes on with the 
 
 Source: report §4.1 (self-summarisation: the final reward goes to every token of the chain); row R3.
 Choice: intervals are over tasks, not over seeds of training; the full run has three seeds, `--quick` one.
-Choice: no pretraining; the policy learns this one family from scratch. Its head is its embedding matrix: copying one
-kind of word is copying all kinds.
+Choice: no pretraining; the policy learns this family from scratch, its head being its embedding matrix.
 """
 
 from __future__ import annotations
@@ -103,12 +102,12 @@ class Settings:
     )  # fmt: skip
     sft: SftConfig = field(
         default_factory=lambda: SftConfig(
-            num_steps=1000, schedule_steps=1200, batch_size=24, row_len=128, autocast="off"
+            num_steps=4200, schedule_steps=5000, batch_size=24, row_len=128, autocast="off"
         )
     )
     rl: RLConfig = field(
         default_factory=lambda: RLConfig(
-            num_steps=60, prompts_per_step=8, lr=1e-3, row_length=256, max_staleness=0, reference_every=1000,
+            num_steps=60, prompts_per_step=8, lr=3e-4, row_length=256, max_staleness=0, reference_every=1000,
             reward=RewardConfig(components=(RewardComponent(name="correctness", weight=1.0),)),
         )
     )  # fmt: skip
