@@ -5,14 +5,13 @@ its parameters DTensors; forward, backward, optimizer and distributed checkpoint
 
     latent attention   gathers latents over the context ranks            (context_parallel.py)
     experts            stacks of matrices split over the expert ranks    (expert_parallel.py), then sharded
-    everything         one FSDP unit a layer, one for its experts, one for embedding, last norm, head and MTP
+    everything         one FSDP unit a layer or MTP module, one for its experts, one for embedding, last norm and head
 
 Gradients are summed over ranks, never averaged: the loss is divided by a constant of the whole step (rl/loss.py), so
 that the terms of all ranks add up.
 Source: report §6.1 (FSDP; dense and expert weights on meshes of their own); rows D1 D2 D3. torch's FSDP2.
-Choice: sums are asked of gloo as plain sums, because it has no scaled ones. Choice: MTP modules share the unit of the
-head, which the model lends them; they train over data and expert ranks, not over context ranks, where their teacher
-is a neighbour's.
+Choice: sums are asked of gloo as plain sums, because it has no scaled ones.
+Choice: MTP modules train over data and expert ranks, not over context ranks, where their teacher is a neighbour's.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def shard_weights(
     for module in model.modules():
         if isinstance(module, Experts):
             fully_shard(module, mesh=meshes.expert_shards, **options)
-    for block in model.layers:
+    for block in (*model.layers, *model.mtp):
         fully_shard(block, mesh=meshes.dense, **options)
     fully_shard(model, mesh=meshes.dense, **options)
     register_fsdp_forward_method(model, "mtp_forward")

@@ -56,11 +56,11 @@ class MTPModule(nn.Module):
         embedding_BTD: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden state of this depth (before its norm) and the experts used [B * T, K]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden state of this depth, the same normed for the head, and the experts used [B * T, K]."""
         joined = self.eh_proj(torch.cat((self.enorm(embedding_BTD), self.hnorm(hidden_BTD)), dim=-1))
         hidden_BTD, selection = self.block(joined.to(hidden_BTD.dtype), rope, mask)
-        return hidden_BTD, selection.expert_ids_TK
+        return hidden_BTD, self.norm(hidden_BTD), selection.expert_ids_TK
 
     def forward_cached(
         self,

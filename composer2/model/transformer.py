@@ -220,8 +220,8 @@ class Transformer(nn.Module):
         logits, loads = [], []
         for index, module in enumerate(self.mtp):
             next_embedding = F.embedding(shift_left(token_ids_BT, index + 1, 0), embedding)
-            hidden, expert_ids_TK = module(hidden, next_embedding, rope, mask)
-            logits.append(F.linear(module.norm(hidden), head))
+            hidden, normed, expert_ids_TK = module(hidden, next_embedding, rope, mask)
+            logits.append(F.linear(normed, head))
             known = expert_ids_TK[same_document(documents, index + 1).flatten()]
             loads.append(torch.bincount(known.flatten(), minlength=self.config.n_routed_experts))
         load_NE = torch.stack(loads) if loads else token_ids_BT.new_zeros(0, self.config.n_routed_experts)
