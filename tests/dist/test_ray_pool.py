@@ -14,7 +14,7 @@ import pytest
 from composer2.rl.system.worker import GroupRequest, WorkerError
 from composer2.types import CallOutcome, CallStatus, Group, PodError, Rollout, RolloutStatus, Segment, Task
 
-ray = pytest.importorskip("ray")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install ray -c constraints.txt")
 
 from composer2.dist.ray.cluster import (  # noqa: E402
     MIN_STORE_BYTES,

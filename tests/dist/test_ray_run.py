@@ -15,7 +15,7 @@ import pytest
 
 from composer2.log import read_metrics, without_time
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="ray is not installed: pip install ray -c constraints.txt")
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 FIELDS = {
