@@ -1,6 +1,8 @@
 """`torchrun --standalone --nproc_per_node=N -m composer2.dist.titan --config NAME [--section.field VALUE]`: train.
 
 N nodes: `--nnodes N --rdzv_backend c10d --rdzv_endpoint HOST:PORT` in place of `--standalone`.
+
+Source: report §6.1; row D1. torchtitan's own entry point, after what `compat` supplies.
 """
 
 from __future__ import annotations
