@@ -127,6 +127,14 @@ def check_loss_mask(batch: BatchTensors) -> None:
         raise ValueError("loss_mask selects the first token of a document or padding, accepted are later tokens only")
 
 
+def check_finite(trained: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError when a named tensor holds nan or an infinity: clamps would turn it into a gradient of 0."""
+    for name, values in trained.items():
+        wrong = values.detach()[~torch.isfinite(values)]
+        if len(wrong):
+            raise ValueError(f"{name} holds {float(wrong[0])} at a trained token, accepted are finite numbers")
+
+
 def policy_loss(
     logprobs_BT: torch.Tensor,
     batch: BatchTensors,
@@ -137,7 +145,8 @@ def policy_loss(
     """(loss, sums) of a micro-batch; see the top of the file. `sums` are detached totals over trained tokens.
 
     `logprobs_BT`: [B, T] as `token_logprobs` gives them, `entropy_BT` likewise. Add the sums of all micro-batches and
-    call `mean_metrics`. ValueError for a shape, denominator or loss mask that does not fit."""
+    call `mean_metrics`. ValueError for a shape, denominator or loss mask that does not fit, and for a trained token
+    whose log-probs or advantage are not finite."""
     if not (np.isfinite(denominator) and denominator > 0):
         raise ValueError(f"denominator is {denominator}, accepted is a finite number > 0")
     if logprobs_BT.shape != batch.loss_mask.shape:
@@ -150,6 +159,7 @@ def policy_loss(
     logprobs_N = logprobs_BT[mask]
     advantages_N = batch.advantages[mask].to(logprobs_N.dtype)
     behaviour_N = batch.behaviour_logprobs[mask].to(logprobs_N.dtype)
+    check_finite({"logprobs_BT": logprobs_N, "advantages": advantages_N, "behaviour_logprobs": behaviour_N})
     log_ratio_N = (logprobs_N - behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_N = sequence_ratio(log_ratio_N, batch) if config.correction == "gspo" else log_ratio_N.exp()
     terms_N, clipped_N = corrected_terms(logprobs_N, ratio_N, advantages_N, config)
@@ -211,13 +221,15 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; returns the norm before.
 
     `parameters` may be a one-shot iterator: it is read once. Raises ValueError when no parameter has a gradient, since
-    a step that clips nothing trains nothing."""
+    a step that clips nothing trains nothing, and when the norm is not finite, since it would reach every weight."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         raise ValueError("parameters hold no gradient, accepted is at least one (was the iterator already used up?)")
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}, accepted is > 0")
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]))
+    if not bool(torch.isfinite(norm)):
+        raise ValueError(f"the gradient norm is {float(norm)}, accepted is a finite number")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale)

@@ -137,6 +137,19 @@ def test_masked_values_never_enter_the_arithmetic(build):
     assert torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("correction", ["none", "ppo_clip", "tis", "cispo", "gspo"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["logprobs_BT", "advantages", "behaviour_logprobs"])
+def test_trained_values_must_be_finite(build, field, value, correction):
+    """The clamp of the log-ratio has gradient 0 at nan: without the check the token would silently not be trained."""
+    batch = to_tensors(pack([build.sample(5)], row_length=5, rows_per_batch=1)[0])
+    logprobs = torch.full((1, 5), -1.0)
+    target = logprobs if field == "logprobs_BT" else getattr(batch, field)
+    target[0, 4] = value
+    with pytest.raises(ValueError, match=rf"{field} holds {value} at a trained token, accepted are finite"):
+        policy_loss(logprobs.requires_grad_(), batch, LossConfig(correction=correction), 1.0)
+
+
 def test_an_absurd_ratio_stays_finite(build):
     _, loss, sums = one_token(build, 500.0, -1.0, correction="ppo_clip")
     assert math.isfinite(loss)
@@ -234,6 +247,14 @@ def test_clip_gradients_by_hand():
     assert a.grad.item() == pytest.approx(3.0)
     clip_gradients([a, b], 1.0)
     assert [a.grad.item(), b.grad.item()] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_it_is_spread():
+    a, b = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    a.grad, b.grad = torch.tensor([math.nan]), torch.tensor([4.0])
+    with pytest.raises(ValueError, match="the gradient norm is nan, accepted is a finite number"):
+        clip_gradients([a, b], 1.0)
+    assert b.grad.item() == 4.0
 
 
 @pytest.mark.parametrize(
