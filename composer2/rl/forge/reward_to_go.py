@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from composer2.rl.advantage import AdvantageConfig, counts_in_group, segment_sample
+from composer2.rl.advantage import AdvantageConfig, counts_in_group, is_withheld, segment_sample, trained_tokens
 from composer2.rl.kl import reward_to_go
 from composer2.rl.train import Credit
 from composer2.types import Group, Role, Rollout, Sample, SpanKind
@@ -128,13 +128,17 @@ def step_samples(
     seconds: Sequence[float],
     config: StepRewardConfig,
     *,
+    advantage: AdvantageConfig | None = None,
     temperature: float = 1.0,
+    policy_version: int | None = None,
     group_index: int = 0,
 ) -> list[Sample]:
     """Training samples of a group, one for each segment, as `rl.advantage.group_samples` gives them.
 
     `process[i]` is float [S] with one process reward for each step of rollout i (read for counted rollouts only),
-    `seconds[i]` its wall-clock time; `Rollout.reward` is the performance. No KL term enters here."""
+    `seconds[i]` its wall-clock time; `Rollout.reward` is the performance. Of `advantage` the fields `max_token_age`
+    (with `policy_version`, the trainer's) and `train_summaries` are read. No KL term enters here."""
+    advantage = advantage or AdvantageConfig()
     if not len(process) == len(seconds) == len(group.rollouts):
         raise ValueError(
             f"process and seconds are given for {len(process)} and {len(seconds)} rollouts, accepted is one entry for "
@@ -152,16 +156,18 @@ def step_samples(
     rewards = [step_rewards(process[i], group.rollouts[i].reward, seconds[i], config) for i in counted]
     samples: list[Sample] = []
     for index, advantages_S in zip(counted, step_advantages(rewards, config), strict=True):
-        if not advantages_S.any():
+        if not advantages_S.any() or is_withheld(group.rollouts[index], advantage, policy_version):
             continue
         for number, segment in enumerate(group.rollouts[index].segments):
-            if not segment.sampled.any():
+            trained_T = trained_tokens(segment, advantage)
+            if not trained_T.any():
                 continue
             values_T = np.zeros(len(segment.sampled))
-            for (where, start, stop), advantage in zip(steps[index], advantages_S, strict=True):
+            for (where, start, stop), value in zip(steps[index], advantages_S, strict=True):
                 if where == number:
-                    values_T[start:stop] = advantage
-            samples.append(replace(segment_sample(segment, values_T, temperature=temperature), group=group_index))
+                    values_T[start:stop] = value
+            sample = segment_sample(segment, values_T, trained=trained_T, temperature=temperature)
+            samples.append(replace(sample, group=group_index))
     return samples
 
 
@@ -181,7 +187,8 @@ def process_rewards(rollout: Rollout) -> np.ndarray:
 def step_credit(config: StepRewardConfig) -> Credit:
     """Credit for single steps in the form the trainer calls: `process_rewards`, and the wall-clock time of rollouts.
 
-    Raises ValueError with a positive KL weight, whose term is defined for advantages of whole rollouts only."""
+    Of the advantage config, tokens' age and summaries are heeded. Raises ValueError for what is defined for advantages
+    of whole rollouts only: a positive KL weight, another baseline than the default, a length norm."""
 
     def samples(
         group: Group,
@@ -194,12 +201,18 @@ def step_credit(config: StepRewardConfig) -> Credit:
     ) -> list[Sample]:
         if advantage.kl.weight > 0:
             raise ValueError(f"KLConfig.weight is {advantage.kl.weight}, accepted with credit for steps is 0")
+        for name in ("baseline", "length_norm"):
+            value, default = getattr(advantage, name), getattr(AdvantageConfig(), name)
+            if value != default:
+                raise ValueError(f"AdvantageConfig.{name} is {value!r}, accepted with credit for steps is {default!r}")
         return step_samples(
             group,
             [process_rewards(rollout) for rollout in group.rollouts],
             [rollout.seconds for rollout in group.rollouts],
             config,
+            advantage=advantage,
             temperature=temperature,
+            policy_version=policy_version,
             group_index=group_index,
         )
 

@@ -240,3 +240,27 @@ def test_credit_for_the_trainer_by_hand(build):
 def test_credit_for_steps_refuses_a_kl_term(build):
     with pytest.raises(ValueError, match=r"KLConfig.weight is 0.1, accepted with credit for steps is 0"):
         step_credit(PLAIN)(build.group([0.0, 1.0]), AdvantageConfig(kl=KLConfig(weight=0.1)))
+
+
+def test_credit_for_steps_heeds_age_and_summaries_and_refuses_the_rest(build):
+    """Whoever sets a field of the advantage config gets it, or is told that there is no such thing here."""
+    part = with_spans(build, 2, 1, 2)  # the second step is a summary
+    old = replace(part, policy_versions=np.where(part.sampled, 3, -1).astype(np.int32))
+    group = build.group([1.0, 0.0], segments=[(old,), (part,)])
+    turns = (Message(role=Role.ASSISTANT),) * 3
+    group = replace(group, rollouts=tuple(replace(rollout, messages=turns) for rollout in group.rollouts))
+    credit = step_credit(PLAIN)
+
+    (fresh,) = credit(group, AdvantageConfig(max_token_age=2), policy_version=5)
+    assert fresh.policy_versions.max() == 3
+    assert fresh.advantages[fresh.loss_mask].tolist() == [1.0] * 5  # the withheld one is still the baseline
+    with pytest.raises(ValueError, match="policy_version is None"):
+        credit(group, AdvantageConfig(max_token_age=2))
+
+    for sample in credit(group, AdvantageConfig(train_summaries=False)):
+        assert np.flatnonzero(sample.loss_mask).tolist() == [2, 3, 9, 10]
+        assert (sample.advantages[~sample.loss_mask] == 0).all()
+
+    for field, value in (("baseline", "grpo"), ("length_norm", True)):
+        with pytest.raises(ValueError, match=rf"AdvantageConfig.{field} is {value!r}, accepted with credit for steps"):
+            credit(group, AdvantageConfig(**{field: value}))
