@@ -113,6 +113,10 @@ class RLConfig:
             raise ValueError(f"RLConfig.replay_tau is {self.replay_tau}, accepted is in [0, 1)")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"RLConfig.lr is {self.lr}, accepted is a finite number > 0")
+        if not self.grad_clip > 0:
+            raise ValueError(f"RLConfig.grad_clip is {self.grad_clip}, accepted is > 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"RLConfig.temperature is {self.temperature}, accepted is a finite number >= 0")
         if not 0 <= self.final_lr_frac <= 1:
             raise ValueError(f"RLConfig.final_lr_frac is {self.final_lr_frac}, accepted is in [0, 1]")
 
@@ -211,7 +215,7 @@ def update(
         num_rollouts_planned=config.prompts_per_step * config.group_size,
         num_tokens=sum(int(s.loss_mask.sum()) for s in samples) if num_tokens is None else num_tokens,
     )
-    sums, gaps, routing = [], [], {"replayed": 0.0, "replaced": 0.0, "free": 0.0}
+    sums, gaps, routing = [], [], dict.fromkeys(("replayed", "replaced", "free", "tokens", "tokens_differing"), 0.0)
     for batch, tree in batches:
         logprobs_BT, entropy_BT, stats = trained_logprobs(model, batch, config, tree=tree, with_entropy=True)
         loss, parts = policy_loss(logprobs_BT, batch, config.loss, denominator, entropy_BT)
@@ -235,6 +239,8 @@ def update(
     metrics |= {"mismatch_max": float(gap_N.max()), "grad_norm": float(norm)}
     recorded = routing["replayed"] * model.config.num_experts_per_tok
     metrics["replaced_expert_frac"] = routing["replaced"] / max(recorded, 1.0)
+    metrics["free_route_frac"] = routing["free"] / max(routing["free"] + routing["replayed"], 1.0)
+    metrics["differing_token_frac"] = routing["tokens_differing"] / max(routing["tokens"], 1.0)
     metrics["num_samples"] = float(len(samples))
     trees = [tree for _, tree in batches if tree is not None]
     if trees:

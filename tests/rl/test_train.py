@@ -160,6 +160,23 @@ def test_the_replaced_fraction_is_of_recorded_experts(policy):
     assert metrics["replaced_expert_frac"] == pytest.approx(dropped / recorded)
 
 
+def test_tokens_without_recorded_experts_are_counted(policy):
+    """Experts of the first three tokens are recorded, in one layer of the third other ones than the router's own."""
+    model = policy.model()
+    sample = samples_of(mixed_groups(policy, model))[0]
+    ran = int(np.flatnonzero(sample.loss_mask)[-1]) + 1
+    routes = sample.routes.copy()
+    routes[3:] = -1
+    routes[2, 0] = 3 - routes[2, 0]
+    config = replace(CONFIG, merge_prefixes=False)
+    metrics = update(model, make_optimizer(model, config), [replace(sample, routes=routes)], config, 0)
+    assert metrics["free_route_frac"] == pytest.approx((ran - 3) / ran)
+    assert metrics["differing_token_frac"] == pytest.approx(1 / ran)
+    off = replace(config, replay=False)
+    metrics = update(model, make_optimizer(model, off), [replace(sample, routes=routes)], off, 0)
+    assert (metrics["free_route_frac"], metrics["differing_token_frac"]) == (1.0, 0.0)
+
+
 def test_equal_rewards_move_nothing(policy):
     model = policy.model()
     groups = [policy.group(policy.engine(model), "t", 4)]
@@ -223,7 +240,16 @@ def test_warmup_is_linear(policy):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("prompts_per_step", 0), ("max_staleness", -1), ("replay_tau", 1.0), ("lr", 0.0), ("checkpoint_every", 0)],
+    [
+        ("prompts_per_step", 0),
+        ("max_staleness", -1),
+        ("replay_tau", 1.0),
+        ("lr", 0.0),
+        ("checkpoint_every", 0),
+        ("grad_clip", 0.0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+    ],
 )
 def test_config_is_checked(field, value):
     with pytest.raises(ValueError, match=rf"RLConfig.{field} is {value}, accepted is"):
