@@ -58,8 +58,8 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         if self.baseline not in BASELINES:
             raise ValueError(f"AdvantageConfig.baseline is {self.baseline!r}, accepted is one of {BASELINES}")
-        if not self.std_epsilon > 0:
-            raise ValueError(f"AdvantageConfig.std_epsilon is {self.std_epsilon}, accepted is a number > 0")
+        if not (np.isfinite(self.std_epsilon) and self.std_epsilon > 0):
+            raise ValueError(f"AdvantageConfig.std_epsilon is {self.std_epsilon}, accepted is a finite number > 0")
         if self.max_token_age is not None and self.max_token_age < 0:
             raise ValueError(f"AdvantageConfig.max_token_age is {self.max_token_age}, accepted is None or >= 0")
 

@@ -13,7 +13,8 @@ Choice: the KL enters as a score function, that is inside the advantage, because
 obvious other way is wrong: E_q[grad k1] = E_q[grad log q] = 0, so differentiating k1 as a loss does nothing. For a
 sequence, grad KL = E[sum_t grad log q(x_t | x_<t) * sum_{s >= t} k1_s]: each token is weighed by the k1 still to come
 over the rest of the chain, not by its own alone. That is exact; `reward_to_go` is the inner sum.
-Choice: the k1 inside the advantage uses the behaviour log-probs, which the importance ratio of the loss corrects.
+Choice: the k1 inside the advantage uses the behaviour log-probs: exact on-policy. For stale tokens the loss corrects
+their weight by the importance ratio, while the k1 itself stays that of the policy that sampled them.
 k2 and k3 in this place are comparisons only: k3 there gives grad[KL(q||p) - KL(p||q)], not grad KL(q||p).
 
 Shape letters: T tokens of a segment, N sampled tokens of a chain, V vocabulary.

@@ -71,10 +71,15 @@ class LengthPenaltyConfig:
 
 
 def concave_cost(x: float | np.ndarray, *, k: float, q: float) -> np.ndarray:
-    """C(x) of the formula at the top, float64, elementwise; x >= 0."""
+    """C(x) of the formula at the top, float64, elementwise; x >= 0, k > 0, q >= 0, all finite."""
     x = np.asarray(x, dtype=np.float64)
-    if (x < 0).any():
-        raise ValueError(f"x holds {x.min()}, accepted are numbers >= 0")
+    wrong = x[~(np.isfinite(x) & (x >= 0))]
+    if wrong.size:
+        raise ValueError(f"x holds {wrong[0]}, accepted are finite numbers >= 0")
+    if not (np.isfinite(k) and k > 0):
+        raise ValueError(f"k is {k}, accepted is a finite number > 0")
+    if not (np.isfinite(q) and q >= 0):
+        raise ValueError(f"q is {q}, accepted is a finite number >= 0")
     log_term = np.log1p(k * x)
     z = (1.0 - q) * log_term
     safe = np.where(z == 0.0, 1.0, z)

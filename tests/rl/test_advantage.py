@@ -140,6 +140,7 @@ def test_first_token_cannot_be_sampled(build):
     [
         ({"baseline": "ppo"}, "AdvantageConfig.baseline is 'ppo'"),
         ({"std_epsilon": 0}, "AdvantageConfig.std_epsilon is 0"),
+        ({"std_epsilon": float("inf")}, "AdvantageConfig.std_epsilon is inf"),
         ({"max_token_age": -1}, "AdvantageConfig.max_token_age is -1"),
     ],
 )

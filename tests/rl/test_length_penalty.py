@@ -107,6 +107,10 @@ def test_apply_to_passed_spares_failures(build):
         (lambda: LengthPenaltyConfig(apply_to="some"), "LengthPenaltyConfig.apply_to is 'some'"),
         (lambda: EffortWeights(num_turns=float("nan")), "EffortWeights.num_turns is nan"),
         (lambda: concave_cost(-1.0, k=1, q=1), "x holds -1.0"),
+        (lambda: concave_cost(float("nan"), k=1, q=1), "x holds nan"),
+        (lambda: concave_cost(float("inf"), k=1, q=2), "x holds inf"),
+        (lambda: concave_cost(1.0, k=0, q=1), "k is 0"),
+        (lambda: concave_cost(1.0, k=1, q=-1), "q is -1"),
     ],
 )
 def test_errors(make, message):
