@@ -230,7 +230,10 @@ QWEN3_CODER = replace(
         "but NOT after\n- If there is no function call available, answer the question like normal with your current "
         "knowledge and do not tell the user about function calls\n</IMPORTANT>"
     ),
+    tool="<|im_start|>user\n",
     tool_style="xml",
+    result_open="<tool_response>\n",
+    result_close="\n</tool_response>\n",
     think=None,
     prefill_plain="",
     calls=XmlCalls(
@@ -248,7 +251,7 @@ QWEN3_CODER = replace(
     ),
     marks=_CHATML_MARKS,
 )
-"""Qwen3-Coder: the frame of Qwen3 without reasoning, calls as tags."""
+"""Qwen3-Coder: the frame of Qwen3 without reasoning, calls as tags; its line break comes after a result, not before."""
 
 MINIMAX_M2 = ChatFormat(
     name="minimax-m2",

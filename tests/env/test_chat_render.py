@@ -131,7 +131,7 @@ def test_a_family_that_always_reasons_refuses_not_to():
             QWEN3_CODER,
             "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
             "<tool_call>\n<function=run>\n</function>\n</tool_call><|im_end|>\n"
-            "<|im_start|>user\n<tool_response>\npass\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            "<|im_start|>user\n<tool_response>\npass\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n",
         ),
         (
             MINIMAX_M2,
