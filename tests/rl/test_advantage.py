@@ -120,6 +120,15 @@ def test_kl_term_is_the_weighted_k1_still_to_come_over_the_chain(build):
     np.testing.assert_allclose(other.advantages, [0, 0, -0.5], rtol=1e-6)
 
 
+def test_the_length_norm_divides_the_kl_term_too(build):
+    group = build.group([1.0, 0.0], segments=[(build.segment(5, 2),), (build.segment(3, 1),)])
+    reference = [[np.full(5, -1.5, np.float32)], [np.full(3, -1.0, np.float32)]]
+    config = AdvantageConfig(length_norm=True, kl=KLConfig(weight=0.1))
+    first, _ = group_samples(group, config, reference_logprobs=reference)
+    # k1 is 0.5 a token, so 1 and 0.5 are still to come; two tokens were sampled.
+    np.testing.assert_allclose(first.advantages[-2:], [(0.5 - 0.1) / 2, (0.5 - 0.05) / 2], rtol=1e-6)
+
+
 def test_kl_needs_a_reference_of_the_right_shape(build):
     config = AdvantageConfig(kl=KLConfig(weight=0.1))
     with pytest.raises(ValueError, match="reference_logprobs is given for None rollouts"):

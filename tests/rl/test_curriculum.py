@@ -50,6 +50,16 @@ def test_weights_by_hand():
     assert family_weights(stats_of(easy=1, hard=3), only_turns, 1.0)["hard"] == pytest.approx(1.5**0.5)
 
 
+def test_thinking_counts_beside_turns_by_hand():
+    """The same turns; thinking tokens + 1 are 10 and 30, mean 20: ratios 1/2 and 3/2, squared by their exponent."""
+    stats = {
+        name: FamilyStats(num_rollouts=1, mean_turns=3, mean_thinking_tokens=tokens)
+        for name, tokens in (("short", 9), ("long", 29))
+    }
+    config = CurriculumConfig(start_frac=0.0, thinking_exponent=2.0)
+    assert family_weights(stats, config, 1.0) == pytest.approx({"short": 0.25, "long": 2.25})
+
+
 def test_stats_leave_failures_of_the_machinery_out_and_keep_failed_rollouts(build):
     def rollout(turns, thinking, status=RolloutStatus.FINISHED, reward=0.0):
         stats = RolloutStats(num_turns=turns, thinking_tokens=thinking)

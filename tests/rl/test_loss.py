@@ -128,6 +128,12 @@ def test_half_precision_logits_are_scored_in_float32_and_greedy_as_temperature_o
         target_logprobs(logits, targets, -1)
 
 
+def test_distance_from_the_sampler_by_hand(build):
+    """k1 of the sampler against the trainer, log mu - log pi, on a token that the sampler drew."""
+    _, _, sums = one_token(build, 0.5, 2.0)
+    assert float(sums["behaviour_k1"]) == pytest.approx(-0.5)
+
+
 def test_masked_values_never_enter_the_arithmetic(build):
     batch = to_tensors(pack([build.sample(5)], row_length=8, rows_per_batch=1)[0])
     logprobs = torch.where(batch.loss_mask, -1.0, float("inf")).requires_grad_()

@@ -14,6 +14,7 @@ from composer2.rl.reward import RewardComponent, RewardConfig
 from composer2.rl.train import (
     RLConfig,
     make_optimizer,
+    reference_k1,
     reference_logprobs,
     score_groups,
     train_step,
@@ -310,3 +311,60 @@ def test_the_token_normaliser_counts_trained_tokens_alone(policy):
     moved = [policy.weights(m)["lm_head.weight"] - before["lm_head.weight"] for m in (model, by_hand)]
     assert moved[0].abs().max() > 1e-4
     torch.testing.assert_close(moved[0], moved[1], atol=1e-7, rtol=1e-4)
+
+
+def test_the_step_is_divided_by_the_planned_rollouts(policy):
+    """Samples that are missing (lost, or without gradient) do not make those that are there weigh more."""
+    samples = samples_of(mixed_groups(policy, policy.model()))
+    moved = []
+    for chosen, prompts in ((samples, 2), (samples, 4), (samples[:3], 2), (samples[3:], 2)):
+        model = policy.model()
+        before = policy.weights(model)["lm_head.weight"]
+        config = replace(CONFIG, prompts_per_step=prompts, grad_clip=1e9)
+        update(model, torch.optim.SGD(model.parameters(), lr=1.0), chosen, config, 0)
+        moved.append(policy.weights(model)["lm_head.weight"] - before)
+    assert moved[0].abs().max() > 1e-4
+    torch.testing.assert_close(moved[1], moved[0] / 2, atol=1e-7, rtol=1e-3)
+    torch.testing.assert_close(moved[2] + moved[3], moved[0], atol=1e-7, rtol=1e-3)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_the_reference_scores_at_the_sampling_temperature_and_replays(policy, replay):
+    reference = policy.model(1)
+    group = policy.group(policy.engine(policy.model()), "t", 2, temperature=0.7)
+    config = replace(CONFIG, temperature=0.7, replay=replay)
+    ((found, _),) = reference_logprobs(reference, [group], config)
+    part = group.rollouts[0].segments[0]
+    tokens, routes = (torch.from_numpy(values.astype(np.int64))[None] for values in (part.token_ids, part.routes))
+    by_replay = {}
+    for replayed in (True, False):
+        out = reference(tokens, routes_BTLK=routes if replayed else None)
+        scored_TV = torch.log_softmax(out.logits_BTV[0, :-1] / 0.7, dim=-1).detach().numpy()
+        by_replay[replayed] = scored_TV[np.arange(len(part.token_ids) - 1), part.token_ids[1:]]
+    assert np.abs(by_replay[True] - by_replay[False]).max() > 1e-3
+    np.testing.assert_allclose(found[0][1:], by_replay[replay], atol=1e-5)
+
+
+def test_distance_to_the_reference_by_hand(build):
+    """log q = -1 at sampled tokens, log p = -3 and -2: k1 = log q - log p is 2 and 1. Prompts do not count."""
+    group = build.group([0.0, 0.0], segments=[(build.segment(5, 3),), (build.segment(4, 1),)])
+    logprobs = [[[np.array([9, 9, -3, -3, -3.0])], [np.array([9, 9, 9, -2.0])]]]
+    assert reference_k1([group], logprobs) == pytest.approx((3 * 2 + 1) / 4)
+
+
+def test_the_age_of_tokens_is_counted_from_the_step(policy):
+    config = replace(CONFIG, advantage=AdvantageConfig(max_token_age=2))
+    for step, is_trained in ((2, True), (3, False)):
+        model = policy.model()
+        groups = mixed_groups(policy, model)  # sampled by version 0
+        metrics = train_step(model, make_optimizer(model, config), groups, config, step=step)
+        assert (metrics["num_tokens"] > 0) is is_trained
+
+
+def test_rewards_have_the_weights_of_their_step(build):
+    component = RewardComponent(name="correctness", weight=1.0, schedule=((5, 3.0),))
+    config = replace(CONFIG, reward=RewardConfig(components=(component,)))
+    for step, expected in ((4, [1.0, 0.0]), (5, [3.0, 0.0])):
+        (group,) = score_groups([build.group([1.0, 0.0])], config, step, 0)
+        assert [rollout.reward for rollout in group.rollouts] == expected
+        assert [rollout.reward_components["correctness"] for rollout in group.rollouts] == [1.0, 0.0]

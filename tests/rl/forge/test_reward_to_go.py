@@ -237,6 +237,16 @@ def test_credit_for_the_trainer_by_hand(build):
         assert (sample.temperature, sample.group) == (0.7, 5)
 
 
+def test_one_error_among_the_answers_of_a_turn_counts(build):
+    wrong, right = ToolResult(content="error: no", is_error=True), ToolResult(content="ok")
+    messages = [Message(role=Role.USER, content="task")]
+    for answers in ((right, wrong), (), (right,)):
+        messages += [Message(role=Role.ASSISTANT), Message(role=Role.TOOL, tool_results=answers)]
+    messages.append(Message(role=Role.ASSISTANT))  # a summary, or a last word: nothing answers it
+    rollout = replace(build.rollout(), messages=tuple(messages))
+    np.testing.assert_array_equal(process_rewards(rollout), [-1.0, 0.0, 0.0, 0.0])
+
+
 def test_credit_for_steps_refuses_a_kl_term(build):
     with pytest.raises(ValueError, match=r"KLConfig.weight is 0.1, accepted with credit for steps is 0"):
         step_credit(PLAIN)(build.group([0.0, 1.0]), AdvantageConfig(kl=KLConfig(weight=0.1)))
