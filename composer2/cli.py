@@ -4,7 +4,9 @@
     composer2 cpt | sft | rl | eval PRESET …       the same up to that stage
     composer2 generate --model RUN|DIR --prompt TEXT   continue a text (DIR: Hugging Face weights and tokenizer.json)
     composer2 generate --model DIR --prompt TEXT --chat [FORMAT]   answer a message
-    composer2 solve DIR "what is wrong" --model RUN [--apply]
+    composer2 train | rl | eval PRESET --start DIR   RL from a published model in DIR, or from another run
+    composer2 solve DIR "what is wrong" --model RUN|DIR [--apply]
+    composer2 export RUN DIR                       the newest model as a Hugging Face directory
     composer2 report RUN                           write the report again
     composer2 inspect run RUN [N]                  read a run, its rollouts turn by turn
     composer2 inspect model NAME|DIR               count a published model, or one in a folder
@@ -51,7 +53,7 @@ def _parser(command: str, summary: str) -> argparse.ArgumentParser:
 
 def _train(command: str, argv: Sequence[str]) -> int:
     from composer2.config import apply_overrides, choose_preset
-    from composer2.recipes import PRESETS
+    from composer2.recipes import NEEDS_START, PRESETS
 
     summary = (
         f"Runs the pipeline up to {TRAINING[command]}; the same command resumes. Every field of the preset can be "
@@ -73,15 +75,21 @@ def _train(command: str, argv: Sequence[str]) -> int:
     config = apply_overrides(config, overrides, prog=f"composer2 {command} {options.preset}")
     if options.unsafe_process_pods:
         config = replace(config, pods=replace(config.pods, allow_unsafe=True))
+    last = TRAINING[command]
+    if config.start:  # known by its whole path, so that the same command resumes from anywhere
+        config = replace(config, start=str(Path(config.start).resolve()))
+        last = "eval-sft" if command == "eval" else last
+    elif options.preset in NEEDS_START:
+        fail(f"start is '', accepted with the preset {options.preset} is a directory, --start DIR")
     suffix = "" if config.seed == 0 else f"-seed{config.seed}"
     folder = options.run_dir or Path("runs") / f"{options.preset}{suffix}"
 
     with Console(_mode(options.quiet, options.json)) as console:
         try:
             if options.executor == "ray":
-                completed = _run_on_ray(folder, config, command, console, options.ray_address)
+                completed = _run_on_ray(folder, config, last, console, options.ray_address)
             else:
-                completed = _run_here(folder, config, command, console)
+                completed = _run_here(folder, config, last, console)
         except _run_errors() as error:
             return _run_failed(error, folder, console)
         if not completed:
@@ -93,13 +101,13 @@ def _train(command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _run_here(folder: Path, config: RunConfig, command: str, console: Console) -> bool:
+def _run_here(folder: Path, config: RunConfig, last: str, console: Console) -> bool:
     """The stages in this process and its workers; False when interrupted."""
     from composer2.env.pod import open_backend
     from composer2.pipeline import run_stages
     from composer2.run import Run
 
-    if command not in ("cpt", "sft"):
+    if last not in ("cpt-long", "sft"):
         try:
             _, reason = open_backend(config.pods.backend, allow_unsafe=config.pods.allow_unsafe)
         except PodError as error:
@@ -109,17 +117,17 @@ def _run_here(folder: Path, config: RunConfig, command: str, console: Console) -
         run = Run(folder, config, console)
     except ValueError as error:
         fail(str(error))
-    return run_stages(run, last=TRAINING[command])
+    return run_stages(run, last=last)
 
 
-def _run_on_ray(folder: Path, config: RunConfig, command: str, console: Console, address: str | None) -> bool:
+def _run_on_ray(folder: Path, config: RunConfig, last: str, console: Console, address: str | None) -> bool:
     """The stages in Ray actors; False when interrupted."""
     try:
         from composer2.dist.ray.cluster import RayConfig
         from composer2.dist.ray.executor import run_on_ray
     except ImportError as error:
         fail(str(error))
-    return run_on_ray(folder, config, last=TRAINING[command], console=console, ray_config=RayConfig(address=address))
+    return run_on_ray(folder, config, last=last, console=console, ray_config=RayConfig(address=address))
 
 
 def _run_errors() -> tuple[type[Exception], ...]:
@@ -178,10 +186,12 @@ def _solve(argv: Sequence[str]) -> int:
     parser = _parser("solve", "Lets the agent repair a folder in a pod; the folder changes only with --apply.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("instruction", nargs="?", default="")
-    parser.add_argument("--model", type=Path, required=True, help="a run directory")
+    parser.add_argument("--model", type=Path, required=True, help="a run directory, or one with published weights")
     parser.add_argument("--apply", action="store_true", help="write the changed files back")
     parser.add_argument("--samples", type=int, default=8, help="episodes; the first that passes the tests is shown")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where the model runs, e.g. cuda")
+    parser.add_argument("--no-thinks", action="store_true", help="a published model acts without reasoning first")
     parser.add_argument("--unsafe-process-pods", action="store_true", help="accept pods without isolation")
     options = parser.parse_args(argv)
     from composer2.inspect_run import rollout_record, rollout_view
@@ -194,6 +204,8 @@ def _solve(argv: Sequence[str]) -> int:
         samples=options.samples,
         seed=options.seed,
         allow_unsafe=options.unsafe_process_pods,
+        device=options.device,
+        thinks=not options.no_thinks,
     )
     record = rollout_record(task, rollout)
     with Console(_mode(options.quiet, options.json)) as console:
@@ -215,6 +227,19 @@ def _report(argv: Sequence[str]) -> int:
     path = write_report(options.run)
     with Console(_mode(options.quiet, options.json)) as console:
         console.final(f"report: {path}", report=str(path))
+    return 0
+
+
+def _export(argv: Sequence[str]) -> int:
+    parser = _parser("export", "Writes the newest model of a run as a Hugging Face directory, with its tokenizer.")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("folder", type=Path, help="a new or an empty folder")
+    options = parser.parse_args(argv)
+    from composer2.use import export
+
+    path = export(options.run, options.folder)
+    with Console(_mode(options.quiet, options.json)) as console:
+        console.final(f"model: {path}", model=str(path))
     return 0
 
 
@@ -287,13 +312,13 @@ def _named_model(name: str) -> ModelConfig:
     """The policy of a preset of `train`, or a published model."""
     from composer2.config import nearest_names
     from composer2.model.families import FAMILIES
-    from composer2.recipes import PRESETS
+    from composer2.recipes import NEEDS_START, PRESETS
 
-    if name in PRESETS:
+    if name in PRESETS and name not in NEEDS_START:
         preset = PRESETS[name]()
         return replace(preset.model, vocab_size=preset.vocab_size)
     if name not in FAMILIES:
-        names = list(dict.fromkeys((*PRESETS, *FAMILIES)))
+        names = [n for n in dict.fromkeys((*PRESETS, *FAMILIES)) if n not in NEEDS_START]
         raise ValueError(f"preset is {name!r}, accepted are {', '.join(names)}{nearest_names(name, names)}")
     return FAMILIES[name]()
 
@@ -303,6 +328,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "solve": _solve,
     "report": _report,
+    "export": _export,
     "inspect": _inspect,
     "plan": _plan,
 }

@@ -22,7 +22,6 @@ import numpy as np
 
 from composer2.env.tasks.expert import after_own_tries
 from composer2.env.tasks.procedural import generate_task
-from composer2.env.template import TinyTemplate
 from composer2.model.checkpoint.native import load_model, save_model
 from composer2.model.pretrain.data import Example
 from composer2.model.pretrain.phases import RunControl, run_sft
@@ -73,12 +72,11 @@ def collect(run: Run, number: int) -> list[Example]:
         finally:
             pool.close(grace=STOP_GRACE if run.stop_requested else 5.0)
         run.check_stop()
-        template = TinyTemplate(run.tokenizer)
         windows: list[Example] = [
             (example.token_ids, example.weights)
             for group in groups
             for rollout in group.rollouts
-            for example in after_own_tries(group.task, template, rollout, run.config.expert, config.max_tries)
+            for example in after_own_tries(group.task, run.template, rollout, run.config.expert, config.max_tries)
         ]
         stage.end(windows=len(windows))
     save_examples(path, windows)

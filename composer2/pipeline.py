@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from composer2.model.checkpoint.native import load_model, save_model
+from composer2.model.checkpoint.published import is_published
 from composer2.model.pretrain.corpus import load_corpus
 from composer2.model.pretrain.loop import StepMetrics
 from composer2.model.pretrain.loss_fit import MIN_POINTS, fit_loss
@@ -48,8 +48,11 @@ from composer2.own_tries import collect, train_on_own_tries
 from composer2.pipeline_rl import stage_eval, stage_mismatch, stage_rl
 from composer2.rl.evaluate import compare
 from composer2.run import Interrupted, Run, stop_on_interrupt, write_json
+from composer2.start import copy_start, newest_model
 
-STAGES = ("data", "cpt", "mtp", "cpt-long", "sft", "eval-sft", "rl", "eval-rl", "mismatch", "report")
+ADOPTED = ("data", "cpt", "mtp", "cpt-long", "sft")
+"""Stages that a run with a `start` does not have."""
+STAGES = (*ADOPTED, "eval-sft", "rl", "eval-rl", "mismatch", "report")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,9 +275,11 @@ def stage_functions(run: Run) -> Mapping[str, Callable[[], dict[str, Any]]]:
 def run_stages(run: Run, *, last: str = "report") -> bool:
     """All stages up to `last`, skipping those that are finished. False when the run was interrupted."""
     functions = stage_functions(run)
-    run.console.plan(STAGES)
+    run.console.plan(STAGES[len(ADOPTED) :] if run.config.start else STAGES)
     try:
         with stop_on_interrupt(run):
+            if run.config.start and run.result("sft") is None:
+                begin_with_start(run)
             for name in STAGES[: STAGES.index(last) + 1]:
                 if name == "report" or run.result(name) is None:
                     run.finish(name, functions[name]())
@@ -287,19 +292,28 @@ def run_stages(run: Run, *, last: str = "report") -> bool:
     return True
 
 
-def adopt_start(folder: Path, start: Path) -> None:
-    """Make `folder` a run whose fine-tuned policy is that of the run `start`, so that `run_stages` trains none.
+def begin_with_start(run: Run) -> None:
+    """Make the model of `config.start` the policy that RL begins with."""
+    config, start = run.config, Path(run.config.start)
+    model = "" if is_published(start) else newest_model(start).name
+    with run.console.stage("start", total=1, detail=config.start) as stage, run.abortable():
+        adopt_start(run.folder, start, model=model, chat=config.chat, thinks=config.thinks)
+        stage.update(1)
 
-    ValueError when `start` has no fine-tuned policy, or `folder` has one of its own or of another run."""
-    policy, tokenizer = start / "models" / "sft", start / "tokenizer.json"
-    if not (policy.is_dir() and tokenizer.is_file()):
-        raise ValueError(f"start is {start}, accepted is a run folder with models/sft and tokenizer.json")
+
+def adopt_start(folder: Path, start: Path, *, model: str = "sft", chat: str = "auto", thinks: bool = True) -> None:
+    """Make `folder` a run whose fine-tuned policy is that of `start`, so that `run_stages` trains none: the model
+    `model` of a run, or the model of a Hugging Face directory, talked to in format `chat`.
+
+    ValueError when `start` has no such policy, or `folder` has one of its own or of another start."""
+    has_policy = is_published(start) or (start / "models" / model).is_dir()
+    if not (has_policy and (start / "tokenizer.json").is_file()):
+        raise ValueError(f"start is {start}, accepted is a run folder with models/{model} and tokenizer.json")
     mark = folder / "stages" / "sft.json"
     known = json.loads(mark.read_text(encoding="utf-8")).get("adopted_from") if mark.exists() else str(start)
     if known != str(start):
         raise ValueError(f"{folder} holds a policy of {known or 'its own'}, accepted is the same start or a new folder")
-    shutil.copytree(policy, folder / "models" / "sft", dirs_exist_ok=True)
-    shutil.copy(tokenizer, folder / "tokenizer.json")
     (folder / "stages").mkdir(parents=True, exist_ok=True)
-    for stage in STAGES[: STAGES.index("sft") + 1]:
+    copy_start(folder, start, model=model, chat=chat, thinks=thinks)
+    for stage in ADOPTED:
         write_json(folder / "stages" / f"{stage}.json", {"adopted_from": str(start)})

@@ -176,7 +176,7 @@ def stage_mismatch(run: Run) -> dict[str, Any]:
     if run.config.eval.mismatch_tasks == 0:
         return {}
     tasks = build_eval_set("test", run.config.eval.mismatch_tasks, run.config.eval.task_seed + 1, run.config.tasks)
-    model = load_model(run.model_dir("rl"))
+    model = load_model(run.model_dir("rl"), device=run.config.device)
     with run.console.stage("mismatch", total=len(tasks), detail="bf16 sampler against fp32 trainer") as stage:
         spec = run.spec("rl", dtype="bfloat16")
         pool = run.services.open_pool("mismatch", spec, 1)
@@ -189,6 +189,8 @@ def stage_mismatch(run: Run) -> dict[str, Any]:
             pool.close(grace=STOP_GRACE if run.stop_requested else 5.0)
         with run.abortable():
             figures = measure_mismatch(model, groups, run.config.rl)
-            figures["mtp_acceptance"] = figures["mtp_acceptance_end"] = measure_acceptance(model, groups)
-        stage.end(**{k: figures[k] for k in ("mismatch_p99_replay_off", "mismatch_p99_replay_on", "mtp_acceptance")})
+            if model.mtp:
+                figures["mtp_acceptance"] = figures["mtp_acceptance_end"] = measure_acceptance(model, groups)
+        shown = ("mismatch_p99_replay_off", "mismatch_p99_replay_on", "mtp_acceptance")
+        stage.end(**{name: figures[name] for name in shown if name in figures})
     return figures

@@ -1,4 +1,4 @@
-"""Complete runs as configs: `tiny-smoke`, `tiny`, `tiny-long` on a CPU, `small` on one GPU.
+"""Complete runs as configs: `tiny-smoke`, `tiny`, `tiny-long` on a CPU, `small` and `published` on one GPU.
 
 In: a name. Out: a `RunConfig` with every choice of a run in it; the stages themselves are in `pipeline.py`.
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from composer2.config import nearest_names
+from composer2.env.chat_formats import CHAT_FORMATS
 from composer2.env.harness import EpisodeLimits
 from composer2.env.tasks.evalsets import EVAL_SETS
 from composer2.env.tasks.expert import ExpertConfig, OwnTriesConfig
@@ -73,8 +74,15 @@ class RunConfig:
     """Name the run began from."""
     seed: int = 0
     """Seed of weights, data order, tasks and sampling."""
+    start: str = ""
+    """A Hugging Face directory, or the folder of a run, whose model RL begins with; empty: train one from scratch.
+    Pretraining and fine-tuning are then left out, and their settings, `model` and `vocab_size` are not read."""
+    chat: str = "auto"
+    """Chat format of a published start: auto finds it from its tokenizer and chat template; else a name."""
+    thinks: bool = True
+    """A published start reasons before it acts."""
     device: str = "cpu"
-    """Device of the trainer: cpu or cuda. The built-in sampler runs on the CPU."""
+    """Device of the trainer: cpu or cuda. That of the sampler is `engine.device`."""
     vocab_size: int = 1024
     """Tokens of the byte-level BPE, specials included."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
@@ -115,6 +123,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 31:
             raise ValueError(f"RunConfig.seed is {self.seed}, accepted is 0 to {(1 << 31) - 1}")
+        if self.chat != "auto" and self.chat not in CHAT_FORMATS:
+            raise ValueError(f"RunConfig.chat is {self.chat!r}, accepted is auto or one of {', '.join(CHAT_FORMATS)}")
+        for name, value, accepted in (("chat", self.chat, "auto"), ("thinks", self.thinks, True)):
+            if value != accepted and not self.start:
+                raise ValueError(f"RunConfig.{name} is {value!r}, accepted without a published start is {accepted!r}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"RunConfig.device is {self.device!r}, accepted is 'cpu' or 'cuda'")
         if self.episode.context_budget > self.engine.max_len:
@@ -299,9 +312,46 @@ def small() -> RunConfig:
     )
 
 
+def published() -> RunConfig:
+    """One GPU and a published model of about a billion parameters, named by `start`. Not run on a GPU yet.
+
+    Choice: the limits leave room for tool schemas in the prompt and some reasoning in every turn; the learning rate is
+    small because such a policy has much to lose. Pages hold 262,144 tokens for all windows together."""
+    base = tiny()
+    return replace(
+        base,
+        preset="published",
+        device="cuda",
+        episode=EpisodeLimits(
+            max_turns=12,
+            max_tokens_per_turn=2048,
+            max_result_tokens=1024,
+            context_budget=16_384,
+            max_summaries=1,
+            max_summary_tokens=512,
+            run_timeout=1.0,
+        ),
+        engine=EngineConfig(
+            num_slots=64, max_len=16_384, dtype="bfloat16", device="cuda", page_size=256, num_pages=1024
+        ),
+        rl=replace(
+            base.rl,
+            num_steps=100,
+            lr=1e-6,
+            final_lr_frac=1.0,
+            loss=replace(base.rl.loss, norm_length=1024.0),
+            row_length=8192,
+            rows_per_batch=1,
+        ),
+    )
+
+
+NEEDS_START = ("published",)
+"""Presets without a model of their own."""
 PRESETS: Mapping[str, Callable[[], RunConfig]] = {
     "tiny-smoke": tiny_smoke,
     "tiny": tiny,
     "tiny-long": tiny_long,
     "small": small,
+    "published": published,
 }

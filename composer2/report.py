@@ -294,7 +294,7 @@ def report_html(run: RunFiles) -> str:
     """The whole page of a run as text."""
     records = contract_records(run.metrics)
     name = run.path.resolve().name
-    facts = [f"{key} {run.config[key]}" for key in ("name", "preset", "seed") if key in run.config]
+    facts = [f"{key} {run.config[key]}" for key in ("name", "preset", "seed", "start") if run.config.get(key, "") != ""]
     nav = "".join(f'<a href="#{anchor}">{label}</a>' for anchor, label in ANCHORS.items())
     head = (
         f"<h1>composer2 run {escape(name)}</h1>\n"

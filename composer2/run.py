@@ -28,7 +28,6 @@ import torch
 from composer2.config import load_config, save_config
 from composer2.env.tasks.expert import sft_example
 from composer2.env.tasks.procedural import generate_task
-from composer2.env.template import TinyTemplate
 from composer2.inspect_run import ROLLOUTS_FILE, read_rollouts, rollout_record
 from composer2.log import Console, MetricsWriter, read_metrics
 from composer2.model.pretrain.corpus import load_corpus
@@ -37,8 +36,10 @@ from composer2.model.tokenizer import Tokenizer
 from composer2.recipes import RunConfig
 from composer2.rl.system.weight_sync import FolderSink
 from composer2.rl.system.worker import Pool, RolloutPool
-from composer2.runner import RunnerSpec, make_runner, stable_seed
-from composer2.types import Group, Task
+from composer2.runner import RunnerSpec, make_runner, require_device, stable_seed
+from composer2.start import check_start
+from composer2.templates import Chat, open_template, read_chat
+from composer2.types import Group, Task, Template
 
 KEPT_ROLLOUTS = 24
 """Rollouts of an evaluation set, and of a training step that is kept, written to rollouts.jsonl."""
@@ -97,6 +98,10 @@ class Run:
         self.services: Services = LocalServices() if services is None else services
         self.stop_requested = False
         self.may_abort = False
+        require_device("RunConfig.device", config.device)
+        require_device("EngineConfig.device", config.engine.device)
+        if config.start and not (folder / "stages" / "sft.json").exists():
+            check_start(config)
         for name in ("stages", "checkpoints", "models"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(folder)
@@ -177,7 +182,17 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """That of the run's own pretraining."""
         return Tokenizer.load(self.folder / "tokenizer.json")
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """How to talk to the published model that the run began with, if it did."""
+        return read_chat(self.folder)
+
+    @cached_property
+    def template(self) -> Template:
+        return open_template(self.folder / "tokenizer.json", self.chat)[0]
 
     @cached_property
     def corpus(self) -> TokenisedCorpus:
@@ -192,12 +207,11 @@ class Run:
     def examples_at(self, step: int) -> list[Example]:
         """The fine-tuning examples of one step."""
         rng = random.Random(stable_seed(self.config.seed, "sft", step))
-        template = TinyTemplate(self.tokenizer)
         found: list[Example] = []
         while len(found) < self.config.sft.batch_size:
             task = generate_task(rng, "train", self.config.tasks)
             windows = sft_example(
-                task, template, rng, self.config.expert, locate_failures=self.config.episode.locate_failures
+                task, self.template, rng, self.config.expert, locate_failures=self.config.episode.locate_failures
             )
             found += [(window.token_ids, window.weights) for window in windows]
         return found
@@ -225,6 +239,7 @@ class Run:
             model_dir=self.model_dir(model),
             tokenizer_path=self.folder / "tokenizer.json",
             episode=self.config.episode,
+            chat=self.chat,
             engine=replace(self.config.engine, **engine),
             pods=self.config.pods,
             lockstep=self.config.rl.max_staleness == 0,

@@ -21,16 +21,18 @@ import torch
 from composer2.env.grade import PodGrader
 from composer2.env.harness import EpisodeLimits, run_episode
 from composer2.env.pod import open_backend
-from composer2.env.template import TinyTemplate
+from composer2.model.checkpoint.huggingface import load_huggingface
 from composer2.model.checkpoint.native import load_model
+from composer2.model.checkpoint.published import is_published
 from composer2.model.engine.engine import Engine
 from composer2.model.engine.service import AsyncSampler
-from composer2.model.tokenizer import Tokenizer
 from composer2.model.transformer import Transformer
 from composer2.rl.system.weight_sync import read_weights
 from composer2.rl.system.worker import GroupRequest
-from composer2.types import Group, PodBackend, Rollout, SamplingParams
+from composer2.templates import Chat, open_template
+from composer2.types import Group, PodBackend, Rollout, SamplingParams, Template
 
+DEVICES = ("cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -54,6 +56,8 @@ class EngineConfig:
     """Tokens of one window."""
     dtype: str = "float32"
     """float32, bfloat16 or float64."""
+    device: str = "cpu"
+    """Where the sampler runs: cpu or cuda."""
     cache_on_update: Literal["keep", "recompute"] = "keep"
     """`keep` or `recompute` the KV cache when new weights arrive in the middle of a rollout (row A3)."""
     page_size: int | None = None
@@ -68,6 +72,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"EngineConfig.dtype is {self.dtype!r}, accepted is one of {sorted(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"EngineConfig.device is {self.device!r}, accepted is one of {', '.join(DEVICES)}")
         if self.cache_on_update not in ("keep", "recompute"):
             raise ValueError(
                 f"EngineConfig.cache_on_update is {self.cache_on_update!r}, accepted is 'keep' or 'recompute'"
@@ -102,11 +108,26 @@ class RunnerSpec:
     """Everything a worker process needs; picklable."""
 
     model_dir: Path
+    """A model folder of a run, or a Hugging Face directory."""
     tokenizer_path: Path
     episode: EpisodeLimits
+    chat: Chat | None = None
+    """How to talk to a published model; None: the template of the tiny presets."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
     lockstep: bool = False
+
+
+def require_device(field: str, device: str) -> None:
+    """ValueError when `device` (cpu or cuda) is not on this machine; nothing falls back to another one."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"{field} is {device!r}, accepted on this machine is 'cpu': torch finds no CUDA device")
+
+
+def open_model(directory: Path, device: str) -> Transformer:
+    """The policy of a run's model folder or of a Hugging Face directory, in the dtype it is stored in."""
+    require_device("device", device)
+    return (load_huggingface if is_published(directory) else load_model)(directory, device=device)
 
 
 def stable_seed(*parts: int | str) -> int:
@@ -121,9 +142,9 @@ class EpisodeRunner:
     def __init__(self, spec: RunnerSpec) -> None:
         torch.set_num_threads(1)
         self.spec = spec
-        self.engine = spec.engine.open(load_model(spec.model_dir))
+        self.engine = spec.engine.open(open_model(spec.model_dir, spec.engine.device))
         self.sampler = AsyncSampler(self.engine, lockstep=spec.lockstep)
-        self.template = TinyTemplate(Tokenizer.load(spec.tokenizer_path))
+        self.template: Template = open_template(spec.tokenizer_path, spec.chat)[0]
         self.backend: PodBackend | None = None
         self.grader: PodGrader | None = None
         self._slots = asyncio.Semaphore(spec.engine.num_concurrent_groups)

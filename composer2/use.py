@@ -1,4 +1,4 @@
-"""Using a trained run or a published model: continue a text, or let the agent repair a folder with what it trained on.
+"""Using a trained run or a published model: continue a text, let the agent repair a folder, write the model for others.
 
 Source: report §2 (the agent), row E6 (train/test match), X1.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,30 +17,23 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from composer2.config import load_config
-from composer2.env.chat_formats import CHAT_FORMATS, ChatFormat, find_format
 from composer2.env.chat_template import ChatTemplate
 from composer2.env.tasks.record import plain_tests
-from composer2.model.checkpoint.huggingface import load_huggingface
+from composer2.model.checkpoint.huggingface import save_huggingface
 from composer2.model.checkpoint.native import load_model
-from composer2.model.checkpoint.published import is_published, read_published
+from composer2.model.checkpoint.published import DTYPES, is_published, read_published
 from composer2.model.engine.engine import Engine
 from composer2.model.engine.sequence import Request
-from composer2.model.tokenizer import PublishedTokenizer, Tokenizer
+from composer2.model.tokenizer import Tokenizer
 from composer2.model.transformer import Transformer
-from composer2.recipes import RunConfig
+from composer2.recipes import RunConfig, published
 from composer2.rl.system.worker import GroupRequest
-from composer2.runner import EpisodeRunner, PodsConfig, RunnerSpec
+from composer2.runner import EpisodeRunner, PodsConfig, RunnerSpec, open_model, require_device
+from composer2.start import newest_model
+from composer2.templates import Chat, find_chat, open_template, read_chat, tokenizer_files
 from composer2.types import Group, Message, Role, Rollout, SamplingParams, Task
 
 MAX_FILE_BYTES = 20_000
-
-
-def newest_model(run: Path) -> Path:
-    """The last model a run has finished; ValueError when it has none."""
-    for name in ("rl", "sft", "cpt-long", "mtp", "cpt"):
-        if (run / "models" / name / "config.json").exists():
-            return run / "models" / name
-    raise ValueError(f"{run} holds no finished model, accepted is the directory of a run")
 
 
 def generate(
@@ -57,17 +49,19 @@ def generate(
     """Text the newest model of a run, or the model of a Hugging Face directory, puts after `prompt`.
 
     `chat`: the prompt is a user's message in the format of this name, or in the one that `auto` finds; published models
-    only. ValueError for a run, for an unknown format, and where `auto` finds none or several."""
+    only, or runs that began with one. ValueError for other runs, for an unknown format, and where `auto` finds none or
+    several."""
     torch.set_num_threads(1)
-    if is_published(folder):
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    require_device("device", device)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    if is_published(folder) or read_chat(folder) is not None:
         return _generate_published(folder, prompt, params, seed, device, chat)
     if chat is not None:
         raise ValueError(f"chat is {chat!r}, accepted with a model of a run is none: its format is no chat")
     model = load_model(newest_model(folder), device=device)
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     token_ids = [tokenizer.special_id("doc"), *tokenizer.encode(prompt)]
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=(tokenizer.special_id("doc"),))
+    params = replace(params, stop_ids=(tokenizer.special_id("doc"),))
     return tokenizer.decode(_continue(model, token_ids, params, seed))
 
 
@@ -78,33 +72,21 @@ def _generate_published(
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no tokenizer.json, accepted is a directory with one")
+    known = read_chat(folder)
+    stop_ids = read_published(folder).eos_ids if known is None else known.eos_ids
     backend = Backend.from_file(str(path))
-    stop_ids = read_published(folder).eos_ids
     if chat is None:
         token_ids = backend.encode(prompt).ids
     else:
-        tokenizer = PublishedTokenizer(backend)
-        template = ChatTemplate(chat_format(folder, tokenizer, chat), tokenizer)
+        if known is not None and chat not in ("auto", known.format):
+            raise ValueError(f"chat is {chat!r}, accepted with the run {folder} is auto or {known.format}")
+        template, _ = open_template(path, known or find_chat(folder, chat))
+        assert isinstance(template, ChatTemplate)
         token_ids = template.render_messages([Message(role=Role.USER, content=prompt)])
         stop_ids = (*template.stop_ids, *stop_ids)
-    model = load_huggingface(folder, device=device)
+    model = open_model(folder if known is None else newest_model(folder), device)
     ids = _continue(model, token_ids, replace(params, stop_ids=stop_ids), seed)
     return backend.decode(ids, skip_special_tokens=True)
-
-
-def chat_format(folder: Path, tokenizer: PublishedTokenizer, name: str) -> ChatFormat:
-    """The format `name`, or, for `auto`, the one that the tokenizer's marks and the directory's template tell."""
-    if name != "auto":
-        if name not in CHAT_FORMATS:
-            raise ValueError(f"chat is {name!r}, accepted is auto or one of {', '.join(CHAT_FORMATS)}")
-        return CHAT_FORMATS[name]
-    published = ""
-    if (folder / "chat_template.jinja").is_file():
-        published = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    elif (folder / "tokenizer_config.json").is_file():
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        published = str(settings.get("chat_template") or "")
-    return find_format(set(tokenizer.special_ids), published)
 
 
 def _continue(model: Transformer, token_ids: Sequence[int], params: SamplingParams, seed: int) -> list[int]:
@@ -163,21 +145,46 @@ def _python_text(path: Path) -> str:
     return text
 
 
-def solve(
-    folder: Path, instruction: str, run: Path, *, samples: int, seed: int, allow_unsafe: bool
-) -> tuple[Task, Rollout]:
-    """Run `samples` episodes on a folder; returns the first that passes its tests, else the one that passes most."""
-    if samples < 1:
-        raise ValueError(f"samples is {samples}, accepted is 1 or more")
-    config = load_config(run / "config.json", RunConfig)
-    task = folder_task(folder, instruction)
-    spec = RunnerSpec(
-        model_dir=newest_model(run),
-        tokenizer_path=run / "tokenizer.json",
+def solver(model: Path, *, samples: int, allow_unsafe: bool, device: str, thinks: bool) -> RunnerSpec:
+    """The harness that a run trained with; for a Hugging Face directory that of the preset `published`, its windows no
+    longer than the model's."""
+    if is_published(model):
+        config, policy = published(), model
+        chat: Chat | None = find_chat(model, thinks=thinks)
+        length = min(config.engine.max_len, read_published(model).config.max_position_embeddings)
+        engine = replace(config.engine, max_len=length, page_size=min(length, 256), num_pages=None)
+        config = replace(config, engine=engine, episode=replace(config.episode, context_budget=length))
+    else:
+        config, policy, chat = load_config(model / "config.json", RunConfig), newest_model(model), read_chat(model)
+        chat = chat if thinks or chat is None else replace(chat, thinks=False)
+    return RunnerSpec(
+        model_dir=policy,
+        tokenizer_path=model / "tokenizer.json",
         episode=config.episode,
-        engine=config.engine,
+        chat=chat,
+        engine=replace(config.engine, num_slots=min(samples, config.engine.num_slots), device=device),
         pods=PodsConfig(backend=config.pods.backend, allow_unsafe=allow_unsafe or config.pods.allow_unsafe),
     )
+
+
+def solve(
+    folder: Path,
+    instruction: str,
+    model: Path,
+    *,
+    samples: int,
+    seed: int,
+    allow_unsafe: bool,
+    device: str = "cpu",
+    thinks: bool = True,
+) -> tuple[Task, Rollout]:
+    """Run `samples` episodes on a folder; returns the first that passes its tests, else the one that passes most.
+
+    `model`: a run, or a Hugging Face directory; `thinks`: let a published model reason before it acts."""
+    if samples < 1:
+        raise ValueError(f"samples is {samples}, accepted is 1 or more")
+    spec = solver(model, samples=samples, allow_unsafe=allow_unsafe, device=device, thinks=thinks)
+    task = folder_task(folder, instruction)
     found: list[Group] = []
 
     async def episodes() -> None:
@@ -188,6 +195,10 @@ def solve(
 
     asyncio.run(episodes())
     rollouts = found[0].rollouts
+    if not any(rollout.segments or rollout.error for rollout in rollouts):
+        raise ValueError(
+            f"episode.context_budget is {spec.episode.context_budget}, accepted is more: no turn fits behind the prompt"
+        )
     failures = {rollout.error for rollout in rollouts if rollout.error}
     if len(failures) and all(rollout.error for rollout in rollouts):
         raise ValueError(f"no episode could run: {'; '.join(sorted(failures))}")
@@ -212,3 +223,19 @@ def apply_changes(folder: Path, changed: Mapping[str, str]) -> None:
 def changed_files(task: Task, rollout: Rollout) -> Mapping[str, str]:
     """Path -> new text of the files the episode changed."""
     return {path: text for path, text in rollout.final_files.items() if task.files.get(path) != text}
+
+
+def export(run: Path, folder: Path) -> Path:
+    """Write the newest model of a run as a Hugging Face directory, with the tokenizer it began with; returns its path.
+
+    A published start gives the weights its dtype. ValueError when `folder` holds something, or when no published family
+    is what the model computes."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"folder is {folder}, accepted is a new or an empty folder")
+    model, chat = load_model(newest_model(run)), read_chat(run)
+    if chat is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[chat.dtype])
+    files = tuple(tokenizer_files(run))
+    save_huggingface(folder, model, eos_ids=() if chat is None else chat.eos_ids, files=files)
+    return folder

@@ -40,6 +40,12 @@ def chat() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def published_models() -> ModuleType:
+    """`tests/env/published.py`: small models as Hugging Face directories, and configs of runs that begin with them."""
+    return load("published")
+
+
+@pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Any]:
     """Call with (file of tests/dist, function of it, ranks): what rank 0 wrote to `result.json`, once a session."""
     results: dict[tuple[str, str, int], Any] = {}

@@ -137,7 +137,9 @@ class Transformer(nn.Module):
         x_BTD, rope, masks = self._open(token_ids_BT, position_ids_BT, document_ids_BT, visible_until_BT, key_view)
         selections: list[Selection] = []
         for layer in self.layers:
-            layer_routes = None if routes is None else routes[:, :, min(len(selections), routes.shape[2] - 1)]
+            layer_routes = None  # a dense layer takes none, and a dense model has none
+            if routes is not None and len(selections) < routes.shape[2]:
+                layer_routes = routes[:, :, len(selections)]
             x_BTD, selection = layer(x_BTD, rope, masks[layer.is_windowed], layer_routes, tau)
             if selection is not None:
                 selections.append(selection)

@@ -24,8 +24,10 @@ from composer2.rl.train import RLConfig, trained_logprobs
 from composer2.types import Group
 
 
-def packed_rollouts(groups: Sequence[Group], config: RLConfig) -> list[BatchTensors]:
-    """All segments with sampled tokens, packed as in training."""
+def packed_rollouts(
+    groups: Sequence[Group], config: RLConfig, device: torch.device | str = "cpu"
+) -> list[BatchTensors]:
+    """All segments with sampled tokens, packed as in training, on a device."""
     samples = [
         segment_sample(segment, 0.0, temperature=config.temperature)
         for group in groups
@@ -34,7 +36,7 @@ def packed_rollouts(groups: Sequence[Group], config: RLConfig) -> list[BatchTens
         if segment.sampled.any()
     ]
     packed = pack(samples, row_length=config.row_length, rows_per_batch=config.rows_per_batch)
-    return [to_tensors(batch) for batch in packed]
+    return [to_tensors(batch, device) for batch in packed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +74,13 @@ def compare(model: Transformer, batches: Sequence[BatchTensors], config: RLConfi
     parts = []
     for batch in batches:
         logprobs_BT, _, routing = trained_logprobs(model, batch, config)
-        real = (batch.document_ids >= 0).numpy()
+        real = (batch.document_ids >= 0).cpu().numpy()
         parts.append(
             Comparison(
-                trainer_N=logprobs_BT[batch.loss_mask].numpy(),
-                sampler_N=batch.behaviour_logprobs[batch.loss_mask].numpy(),
-                used_TLK=routing.expert_ids_BTLK.numpy()[real],
-                recorded_TLK=batch.routes.numpy()[real],
+                trainer_N=logprobs_BT[batch.loss_mask].cpu().numpy(),
+                sampler_N=batch.behaviour_logprobs[batch.loss_mask].cpu().numpy(),
+                used_TLK=routing.expert_ids_BTLK.cpu().numpy()[real],
+                recorded_TLK=batch.routes.cpu().numpy()[real],
                 num_replaced=int(routing.num_replaced),
                 num_recorded=int(routing.num_replayed) * model.config.num_experts_per_tok,
             )
@@ -101,7 +103,7 @@ def joined(parts: Sequence[Comparison]) -> Comparison:
 def measure_mismatch(model: Transformer, groups: Sequence[Group], config: RLConfig) -> dict[str, float]:
     """mismatch_{p50,p99,max,mean,k1}_replay_{off,on,filter}, mismatch_tokens, differing_expert_frac (own top-k against
     the recorded experts), replaced_expert_frac_filter."""
-    batches = packed_rollouts(groups, config)
+    batches = packed_rollouts(groups, config, next(model.parameters()).device)
     settings = {
         "off": replace(config, replay=False),
         "on": replace(config, replay=True, replay_tau=0.0),
@@ -123,9 +125,11 @@ def measure_mismatch(model: Transformer, groups: Sequence[Group], config: RLConf
 @torch.no_grad()
 def measure_acceptance(model: Transformer, groups: Sequence[Group], config: RLConfig | None = None) -> float:
     """Chance that speculative sampling at temperature 1 keeps the first MTP draft, over the sampled tokens of rollouts
-    (row P4)."""
+    (row P4). ValueError for a model without MTP modules."""
+    if not model.mtp:
+        raise ValueError("num_nextn_predict_layers is 0, accepted is a model with an MTP module")
     kept = total = 0.0
-    for batch in packed_rollouts(groups, config or RLConfig()):
+    for batch in packed_rollouts(groups, config or RLConfig(), next(model.parameters()).device):
         out = model(batch.token_ids, position_ids_BT=batch.position_ids, document_ids_BT=batch.document_ids)
         drafts = model.mtp_logits(
             out.trunk_BTD, batch.token_ids, position_ids_BT=batch.position_ids, document_ids_BT=batch.document_ids

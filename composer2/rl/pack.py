@@ -10,6 +10,8 @@ micro-batch is trimmed to its longest row. Everything is deterministic: ties go 
 
 Choice: a sample longer than `row_length` gets a row, and a micro-batch, of its own, as wide as itself; it is neither
 cut nor refused, because every sampled token has to be trained.
+Choice: padding is id 0, whatever token that is: nothing sees it and nothing is trained on it, so no tokenizer needs a
+token of that name.
 Documents never see each other: `document_ids` differ, and `position_ids` restart at 0. Padding has document -1.
 
 Shape letters: B rows, T tokens of a row, L MoE layers, K experts a token.

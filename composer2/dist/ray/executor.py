@@ -143,6 +143,8 @@ def run_on_ray(folder: Path, config: RunConfig, *, last: str, console: Console, 
     """`run_stages` with every service an actor. False when it was interrupted; the same command goes on.
 
     What ends a run raises here as it does on one machine. ClusterError when the services cannot be placed."""
+    if config.engine.device != "cpu":
+        raise ValueError(f"engine.device is {config.engine.device!r}, accepted over Ray is 'cpu'")
     num_samplers, gpus = config.rl.num_workers, int(config.device == "cuda")
     with Cluster(ray_config, num_samplers=num_samplers, trainer_gpus=gpus) as cluster:
         environments: list[Any] = [

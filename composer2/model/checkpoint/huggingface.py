@@ -110,8 +110,10 @@ def save_huggingface(
     prefix: str = "",
     eos_ids: Sequence[int] = (),
     tokenizer: Path | None = None,
+    files: Sequence[Path] = (),
 ) -> None:
     """Write the model as its published family stores it, whole or not at all; `prefix` `language_model.` as Kimi K2.5.
+    A copy of `tokenizer` becomes tokenizer.json; copies of `files` keep their names.
 
     ValueError names a field that no family expresses, or a selection bias that the family has no tensor for. OSError
     when the disk refuses; an older checkpoint there is then whole."""
@@ -132,6 +134,8 @@ def save_huggingface(
         write_shards(temporary, tensors, max_shard_bytes=max_shard_bytes)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+        for path in files:
+            shutil.copyfile(path, temporary / path.name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
