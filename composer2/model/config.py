@@ -40,6 +40,15 @@ class YarnConfig:
     """Denominator constant of the cos/sin magnitude; when not 0 it also multiplies the softmax scale, squared."""
 
     def __post_init__(self) -> None:
+        for name in (
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        ):
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
         _require(self.factor >= 1, "factor", self.factor, "a number >= 1")
         _require(
             self.original_max_position_embeddings >= 1,
@@ -163,12 +172,17 @@ class ModelConfig:
             value = getattr(self, name)
             _require(isinstance(value, int) and value >= 0, name, value, "an integer >= 0")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range", "routed_scaling_factor"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a number > 0")
+            value = getattr(self, name)
+            _require(_is_number(value) and value > 0, name, value, "a number > 0")
+        for name in ("norm_topk_prob", "tie_word_embeddings"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         layers, experts, groups = self.num_hidden_layers, self.n_routed_experts, self.n_group
         dense = self.first_k_dense_replace
-        _require(0 <= dense <= layers, "first_k_dense_replace", dense, f"0 .. num_hidden_layers {layers}")
+        fits = isinstance(dense, int) and 0 <= dense <= layers
+        _require(fits, "first_k_dense_replace", dense, f"0 .. num_hidden_layers {layers}")
         _require(self.scoring_func in SCORING_FUNCS, "scoring_func", self.scoring_func, f"one of {SCORING_FUNCS}")
-        _require(self.q_lora_rank is None or self.q_lora_rank >= 1, "q_lora_rank", self.q_lora_rank, "None or >= 1")
+        rank = self.q_lora_rank
+        _require(rank is None or (isinstance(rank, int) and rank >= 1), "q_lora_rank", rank, "None or an integer >= 1")
         _require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "an even number")
         _require(experts % groups == 0, "n_group", groups, f"a divisor of n_routed_experts {experts}")
         _require(self.topk_group <= groups, "topk_group", self.topk_group, f"at most n_group {groups}")
@@ -294,6 +308,10 @@ class ModelConfig:
             query = self.q_lora_rank * (hidden + 1 + width)
         latent = hidden * self.cache_dim + rank + rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
         return query + latent + heads * self.v_head_dim * hidden
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(holds: bool, name: str, value: object, accepted: str | Sequence[str]) -> None:

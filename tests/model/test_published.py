@@ -111,6 +111,9 @@ QWEN = {
 }
 
 
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+
+
 @pytest.mark.parametrize(
     ("data", "name", "eos"),
     [
@@ -139,12 +142,49 @@ def test_published_files_are_the_named_configs(tmp_path, data, name, eos):
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
         ({"layer_types": ["linear_attention"]}, "'linear_attention'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
+        ({"rope_scaling": {"factor": 4}}, "rope_scaling has factor 4 and no type"),
+        ({"rope_scaling": YARN | {"factor": "2"}}, "factor is '2', accepted is a number"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate of rope_scaling is False"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor is 1.0, accepted is 1.0693"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
+        ({"rope_theta": 0}, "rope_theta is 0.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob is 'false'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"torch_dtype": {"a": 1}}, "dtype is {'a': 1}"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, change, message):
     (tmp_path / "config.json").write_text(json.dumps(QWEN | change))
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{message}"):
         read_published(tmp_path)
+
+
+def test_yarn_that_states_its_own_factor_is_read(tmp_path):
+    """0.1 ln 2 + 1, as the YaRN paper has it."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"rope_scaling": YARN | {"attention_factor": 1.06931472}}))
+    assert read_published(tmp_path).config.rope_scaling.cos_sin_scale == pytest.approx(1.06931472, abs=1e-8)
+
+
+def test_another_score_than_minimax_has_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAX | {"scoring_func": "softmax"}))
+    with pytest.raises(ValueError, match=r"config\.json: scoring_func is 'softmax', accepted is 'sigmoid'"):
+        read_published(tmp_path)
+
+
+def test_only_qwen3_moe_derives_the_width_of_a_head(tmp_path):
+    """transformers derives it there; its default of the other two is a number of one released model."""
+    for data in (QWEN, MINIMAX, QWEN | {"model_type": "qwen3"}):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in data.items() if k != "head_dim"}))
+        if data is QWEN:
+            assert read_published(tmp_path).config.grouped_head_dim == 2048 // 32
+            continue
+        with pytest.raises(ValueError, match="head_dim is missing"):
+            read_published(tmp_path)
 
 
 def test_a_missing_key_is_named(tmp_path):

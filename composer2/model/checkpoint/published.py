@@ -99,16 +99,22 @@ def read_published(directory: Path | str) -> Published:
         family = _family(text)
         dtype_name = text.get("dtype") or text.get("torch_dtype") or data.get("dtype") or data.get("torch_dtype")
         dtype_name = dtype_name or "float32"
-        if dtype_name not in DTYPES:
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise ValueError(f"dtype is {dtype_name!r}, accepted is one of {', '.join(DTYPES)}")
         end = text.get("eos_token_id", data.get("eos_token_id"))
+        ends = () if end is None else tuple(end) if isinstance(end, list) else (end,)
+        if not all(isinstance(token, int) for token in ends):
+            raise ValueError(f"eos_token_id is {end!r}, accepted is a token id, a list of them or null")
+        quantisation = text.get("quantization_config") or data.get("quantization_config") or {}
+        if not isinstance(quantisation, dict):
+            raise ValueError(f"quantization_config is {quantisation!r}, accepted is an object or null")
         return Published(
             config=_READERS[family](text),
             family=family,
             prefix=prefix,
             dtype=DTYPES[dtype_name],
-            quantisation=text.get("quantization_config") or data.get("quantization_config") or {},
-            eos_ids=() if end is None else tuple(end) if isinstance(end, list) else (end,),
+            quantisation=quantisation,
+            eos_ids=ends,
         )
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -210,21 +216,33 @@ def _fields(data: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 def _rope(data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """rope_theta and rope_scaling of either spelling."""
-    scaling = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
-    theta = float(scaling.pop("rope_theta", None) or data.get("rope_theta") or default_theta)
+    given = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"rope_scaling is {given!r}, accepted is an object or null")
+    scaling = dict(given)
+    thetas = (scaling.pop("rope_theta", None), data.get("rope_theta"), default_theta)
+    theta = next(value for value in thetas if value is not None)
+    if not isinstance(theta, int | float):
+        raise ValueError(f"rope_theta is {theta!r}, accepted is a number > 0")
+    theta = float(theta)
+    turning = scaling.get("partial_rotary_factor", data.get("partial_rotary_factor"))
+    if turning not in (None, 1) and FAMILY_OF[data["model_type"]] != "minimax_m2":
+        raise ValueError(f"partial_rotary_factor is {turning!r}, accepted is 1")
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     if kind == "default":
+        if "factor" in scaling:
+            raise ValueError(f"rope_scaling has factor {scaling['factor']!r} and no type, accepted is type 'yarn'")
         return {"rope_theta": theta, "rope_scaling": None}
     if kind != "yarn":
         raise ValueError(f"rope_scaling has type {kind!r}, accepted is 'yarn' or none")
     if scaling.get("truncate", True) is not True:
         raise ValueError(f"truncate of rope_scaling is {scaling['truncate']!r}, accepted is true")
     names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    given = {name: scaling[name] for name in names if scaling.get(name) is not None}
-    missing = [name for name in names[:2] if name not in given]
+    numbers = {name: scaling[name] for name in names if scaling.get(name) is not None}
+    missing = [name for name in names[:2] if name not in numbers]
     if missing:
         raise ValueError(f"{missing[0]} of rope_scaling is missing")
-    yarn = YarnConfig(**given)
+    yarn = YarnConfig(**numbers)
     stated = scaling.get("attention_factor")
     if stated is not None and abs(stated - yarn.cos_sin_scale) > 1e-6:
         raise ValueError(f"attention_factor is {stated}, accepted is {yarn.cos_sin_scale}, of factor and mscale")
@@ -233,21 +251,28 @@ def _rope(data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
 
 def _read_deepseek(data: Mapping[str, Any]) -> ModelConfig:
     fields = _fields(data, LATENT_KEYS) | _rope(data, 10_000.0)
-    scoring = data.get("scoring_func", "sigmoid")
-    if scoring != "sigmoid":
-        raise ValueError(f"scoring_func is {scoring!r}, accepted is 'sigmoid'")
+    _require_sigmoid(data)
     predicted = data.get("num_nextn_predict_layers", data.get("num_mtp_layers")) or 0
     return ModelConfig(**fields, num_nextn_predict_layers=predicted)
 
 
+def _require_sigmoid(data: Mapping[str, Any]) -> None:
+    scoring = data.get("scoring_func", "sigmoid")
+    if scoring != "sigmoid":
+        raise ValueError(f"scoring_func is {scoring!r}, accepted is 'sigmoid'")
+
+
 def _grouped(data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """The fields every family with grouped-query attention has."""
-    keys = ("num_key_value_heads",) if data.get("head_dim") is None else ("num_key_value_heads", "head_dim")
+    # Without the key qwen3_moe takes hidden_size // num_attention_heads; the others have no such rule.
+    derived = data.get("head_dim") is None and FAMILY_OF[data["model_type"]] == "qwen3_moe"
+    keys = ("num_key_value_heads",) if derived else ("num_key_value_heads", "head_dim")
     fields: dict[str, Any] = {"attention": "grouped", "num_nextn_predict_layers": 0, "n_shared_experts": 0}
     return fields | _fields(data, keys) | _rope(data, default_theta)
 
 
 def _read_minimax(data: Mapping[str, Any]) -> ModelConfig:
+    _require_sigmoid(data)
     fields = _grouped(data, 5e6)
     head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     factor = (data.get("rope_parameters") or {}).get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))

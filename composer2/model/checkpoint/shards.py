@@ -68,7 +68,7 @@ def read_entries(directory: Path | str) -> dict[str, Entry]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged ({error!r}), accepted is an object with weight_map") from error
     for file, names in by_file.items():
-        if Path(file).name != file or not (directory / file).is_file():
+        if not isinstance(file, str) or Path(file).name != file or not (directory / file).is_file():
             raise ValueError(f"{index} puts tensor {names[0]} into {file}, which is no file of {directory}")
     entries: dict[str, Entry] = {}
     for file, names in sorted(by_file.items()):
@@ -96,13 +96,15 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
-        entries, ends = {}, {}
+        entries, ends, lengths = {}, {}, {}
         for name, item in header.items():
-            entries[name] = Entry(file=path, name=name, dtype=item["dtype"], shape=tuple(item["shape"]))
-            begin, ends[name] = (int(offset) for offset in item["data_offsets"])
-            _check_length(entries[name], ends[name] - begin)
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            entries[name] = Entry(file=path, name=name, dtype=str(item["dtype"]), shape=tuple(map(int, item["shape"])))
+            begin, ends[name] = map(int, item["data_offsets"])
+            lengths[name] = ends[name] - begin
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} has a damaged header ({error!r})") from error
+    for name, entry in entries.items():
+        _check_length(entry, lengths[name])
     for name in sorted(ends, key=ends.__getitem__):
         if 8 + length + ends[name] > size:
             raise ValueError(
