@@ -168,6 +168,8 @@ class Engine:
         for name, tensor in state.items():
             if own[name].shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, accepted is {tuple(own[name].shape)}")
+            if not tensor.is_floating_point():  # codes of a quantised checkpoint are no weights
+                raise ValueError(f"{name} has dtype {tensor.dtype}, accepted is a floating-point dtype")
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self.policy_version = version

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from composer2.model.engine.cache import Slot
 
 
+MIN_TEMPERATURE = 1e-6
+"""Lowest temperature above 0: logits divided by less leave the range of float32, which would end every request."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Continue one context. A session has at most one request in the engine at a time."""
@@ -38,12 +42,13 @@ class Request:
         params = self.params
         if not self.token_ids:
             raise ValueError("Request.token_ids is empty, accepted is at least one token")
-        if not (params.temperature >= 0 and math.isfinite(params.temperature)):
-            raise ValueError(f"SamplingParams.temperature is {params.temperature}, accepted is a finite number >= 0")
+        if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature < math.inf:
+            accepted = f"0 (greedy) or a finite number >= {MIN_TEMPERATURE}"
+            raise ValueError(f"SamplingParams.temperature is {params.temperature}, accepted is {accepted}")
         if not 0 < params.top_p <= 1:
             raise ValueError(f"SamplingParams.top_p is {params.top_p}, accepted is 0 < top_p <= 1")
-        if params.top_k < 0:
-            raise ValueError(f"SamplingParams.top_k is {params.top_k}, accepted is 0 (off) or more")
+        if not (isinstance(params.top_k, int) and 0 <= params.top_k < 2**63):
+            raise ValueError(f"SamplingParams.top_k is {params.top_k}, accepted is 0 (off) or a positive int64")
         if params.max_tokens < 1:
             raise ValueError(f"SamplingParams.max_tokens is {params.max_tokens}, accepted is 1 or more")
         if not all(params.stop_sequences):

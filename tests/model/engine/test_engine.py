@@ -1,5 +1,7 @@
 """The engine against the plain forward of the same model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -226,7 +228,9 @@ def test_the_end_of_the_cache_ends_a_generation() -> None:
 
 def test_bad_requests_name_the_field() -> None:
     engine = make_engine()
-    for params in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_tokens": 0}):
+    wrong: list[dict[str, Any]] = [{"temperature": -1.0}, {"temperature": 1e-40}, {"temperature": float("inf")}]
+    wrong += [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"top_k": 1.5}, {"top_k": 2**63}, {"max_tokens": 0}]
+    for params in wrong:
         with pytest.raises(ValueError, match=next(iter(params))):
             request([1], "a", **params)
     with pytest.raises(ValueError, match="token_ids"):
@@ -320,6 +324,8 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
         engine.load_weights({name: t for name, t in state.items() if name != "norm.weight"}, 1)
     with pytest.raises(ValueError, match=r"norm.weight has shape \(3,\)"):
         engine.load_weights(state | {"norm.weight": torch.ones(3)}, 1)
+    with pytest.raises(ValueError, match=r"norm.weight has dtype torch.int8, accepted is a floating-point dtype"):
+        engine.load_weights(state | {"norm.weight": state["norm.weight"].to(torch.int8)}, 1)
     engine.load_weights(state, 2)
     with pytest.raises(ValueError, match="version is 1"):
         engine.load_weights(state, 1)
