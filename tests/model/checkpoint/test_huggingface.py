@@ -164,7 +164,10 @@ def test_mtp_may_be_missing_as_a_whole_but_not_in_part(tmp_path):
     assert load_huggingface(tmp_path / "m").config.num_nextn_predict_layers == 0
 
 
-def test_mtp_copies_must_be_copies(tmp_path):
+@pytest.mark.parametrize("compared_rows", [4096, 16])
+def test_mtp_copies_must_be_copies(tmp_path, monkeypatch, compared_rows):
+    """Whether all 40 rows are compared at once or the one that differs is in the last of three parts."""
+    monkeypatch.setattr(huggingface, "COMPARED_ROWS", compared_rows)
     save_huggingface(tmp_path / "m", build(dataclasses.replace(LATENT, num_nextn_predict_layers=1)))
     edit(tmp_path / "m", lambda t: t["model.layers.2.shared_head.head.weight"][39, 3].add_(1))
     with pytest.raises(ValueError, match=r"shared_head\.head\.weight differs from lm_head\.weight"):
