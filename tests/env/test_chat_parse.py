@@ -286,6 +286,14 @@ def test_interleaved_reasoning_in_one_turn(chat):
     assert (turn.reasoning, turn.text) == ("a c", "b d")
 
 
+def test_a_closing_mark_after_a_call_does_not_make_the_call_reasoning(chat):
+    text = '<tool_call>\n{"name": "run"}\n</tool_call>Done.</think><|im_end|>'
+    turn = parser(chat, QWEN3).parse(ids_of(chat, QWEN3, text))
+    assert turn.calls[0] == ToolCall(name="run")
+    assert turn.calls[1].content.startswith("error: </think> has no place here")
+    assert (turn.reasoning, turn.text) == ("", "Done.")
+
+
 def test_a_tokenizer_without_the_marks_is_refused(fakes):
     with pytest.raises(ValueError):
         ChatTemplate(QWEN3, fakes.ByteTokenizer())

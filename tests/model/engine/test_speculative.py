@@ -124,6 +124,25 @@ def test_a_row_without_a_draft_is_a_plain_draw() -> None:
         assert (tokens.item(), is_taken.item()) == (token, False)
 
 
+@pytest.mark.parametrize("max_prefill_tokens", [2048, 2])
+def test_drafts_come_from_the_mtp_module_over_the_whole_context(max_prefill_tokens: int) -> None:
+    """After every step, whether the last draft was taken or not: a wrong cache would only cost acceptance."""
+    engine = make_engine(speculative=True, max_prefill_tokens=max_prefill_tokens)
+    copy = Transformer(CONFIG).double()
+    copy.load_state_dict(MODEL.state_dict())
+    for seed in range(3):
+        engine.submit(request(f"s{seed}", seed, PROMPT[: 3 + seed], max_tokens=12))
+    while engine.has_work:
+        engine.step()
+        for sequence in engine.scheduler.running:
+            tokens_1T = torch.tensor([sequence.token_ids])
+            with torch.no_grad():
+                logits_1TV = copy.mtp_logits(copy(tokens_1T).trunk_BTD, tokens_1T)[0]
+            assert sequence.draft is not None
+            torch.testing.assert_close(sequence.draft.probs_V, logits_1TV[0, -2].softmax(-1), rtol=1e-9, atol=1e-9)
+    assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
+
+
 def test_greedy_tokens_are_those_of_plain_decoding() -> None:
     requests = [request(f"s{i}", i, [*PROMPT[: 1 + i], i % 5], temperature=0.0, max_tokens=30) for i in range(5)]
     drafting = make_engine(speculative=True)
