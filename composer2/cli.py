@@ -57,7 +57,8 @@ def _train(command: str, argv: Sequence[str]) -> int:
 
     summary = (
         f"Runs the pipeline up to {TRAINING[command]}; the same command resumes. Every field of the preset can be "
-        "overridden, e.g. --rl.num-steps 50; --fields lists them."
+        "overridden, e.g. --rl.num-steps 50; --fields lists them. With --start DIR, RL begins with a published model "
+        "or another run, and eval evaluates that model."
     )
     parser = _parser(command, summary)
     parser.add_argument("preset", help=f"one of {', '.join(PRESETS)}")

@@ -3,10 +3,12 @@
     data -> cpt (phase 1) -> mtp (self-distillation on the middle of phase 1) -> cpt-long (phase 2, joint)
          -> sft (phase 3) -> eval-sft -> rl -> eval-rl -> mismatch -> summary, report
 
-    config.json  tokenizer.json  metrics.jsonl  rollouts.jsonl  summary.json  report.html
+    config.json  tokenizer.json  chat.json (published start)  metrics.jsonl  rollouts.jsonl  summary.json  report.html
     stages/NAME.json      result of a finished stage; its presence is what "finished" means
     checkpoints/NAME/     training state inside a stage
     models/NAME/          weights and config as safetensors
+
+With a `start` the stages before eval-sft are that model's: recorded as adopted, and not run.
 
 Source: report §3 (continued pretraining, MTP), §4 (reinforcement learning), §5 (evaluation); rows P3 P4 P5 R1 R7 V2 X4.
 Choice: a stage that was interrupted continues from its newest checkpoint and skips the metric lines and rollouts that

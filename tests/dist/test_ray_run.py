@@ -9,13 +9,18 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from composer2.log import read_metrics, without_time
+from composer2.log import Console, read_metrics, without_time
+from composer2.recipes import tiny_smoke
 
 pytest.importorskip("ray", reason="ray is not installed: pip install ray -c constraints.txt")
+from composer2.dist.ray.cluster import RayConfig
+from composer2.dist.ray.executor import run_on_ray
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 FIELDS = {
@@ -135,4 +140,12 @@ def test_without_ray_the_reason_is_told(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: the ray executor needs ray, which cannot be imported: ")
     assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sampler_on_a_gpu_is_refused(tmp_path):
+    config = tiny_smoke()
+    config = replace(config, engine=replace(config.engine, device="cuda"))
+    with pytest.raises(ValueError, match=r"^engine\.device is 'cuda', accepted over Ray is 'cpu'"):
+        run_on_ray(tmp_path / "run", config, last="sft", console=Console("quiet"), ray_config=RayConfig())
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,7 @@
 """Replaying recorded experts and the plausibility filter, against plain Python."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,6 +111,17 @@ def test_filter_in_the_model_refills_from_the_own_choice():
     assert out.routing.expert_ids_BTLK[0, :, 0].sort().values.tolist() == own.sort().values.tolist()
     out = model(tokens, routes_BTLK=routes)
     assert int(out.routing.num_replaced) == 0
+
+
+def test_replay_leaves_a_dense_model_alone():
+    """Its routes have no layer, as the sampler records them."""
+    model = Transformer(replace(CONFIG, first_k_dense_replace=CONFIG.num_hidden_layers))
+    init_weights(model, 0)
+    tokens = torch.arange(12).reshape(2, 6)
+    routes = torch.zeros(2, 6, 0, CONFIG.num_experts_per_tok, dtype=torch.int64)
+    out = model(tokens, routes_BTLK=routes, replay=ReplayConfig(tau=0.5))
+    assert torch.equal(out.logits_BTV, model(tokens).logits_BTV)
+    assert int(out.routing.num_replayed) == int(out.routing.num_free) == 0
 
 
 def test_tau_is_checked():

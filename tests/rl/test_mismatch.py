@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from composer2.model.transformer import Transformer
 from composer2.rl.mismatch import measure_acceptance, measure_mismatch, packed_rollouts
 from composer2.rl.train import RLConfig, trained_logprobs
 from composer2.types import Group
@@ -84,3 +85,6 @@ def test_acceptance_is_a_share(sampled):
     assert measure_acceptance(model, groups, replace(CONFIG, row_length=20)) == pytest.approx(
         measure_acceptance(model, groups, CONFIG), abs=1e-6
     )
+    without = Transformer(replace(model.config, num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is 0, accepted is a model with an MTP module"):
+        measure_acceptance(without, groups, CONFIG)
