@@ -79,6 +79,23 @@ def test_the_cap_goes_before_even_costs_by_hand():
     assert plan.micro_batches == (((0, 1), (2, 3, 4)),)
 
 
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 3), st.integers(50, 120))
+def test_a_rank_is_spread_as_a_plain_search_would(lengths, num_ranks, max_tokens):
+    """Longest first, each into the cheapest micro-batch that has room, every one of them looked at every time."""
+    costs = sequence_costs(np.array(lengths), PackCost(linear=0.0, quadratic=1.0))
+    plan = plan_ranks(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=PackCost(linear=0.0, quadratic=1.0))
+    for parts in plan.micro_batches:
+        bins = [[] for _ in parts]
+        for index in sorted((i for part in parts for i in part), key=lambda i: (-lengths[i], i)):
+            fitting = [part for part in bins if sum(lengths[i] for i in part) + lengths[index] <= max_tokens]
+            if not fitting:
+                break  # then the tight filling stands in
+            min(fitting, key=lambda part: sum(costs[i] for i in part)).append(index)
+        else:
+            assert sorted(map(tuple, bins)) == sorted(parts)
+
+
 @pytest.mark.parametrize("num_ranks", [8, 64, 256])
 def test_within_two_percent_of_the_bound_on_log_normal_lengths(num_ranks):
     rng = np.random.default_rng(num_ranks)

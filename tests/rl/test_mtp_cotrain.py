@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer2.model.mtp import mtp_distillation_loss, top_k_log_probs
+from composer2.model.router_replay import ReplayConfig
 from composer2.rl.advantage import AdvantageConfig, group_samples
 from composer2.rl.mtp_cotrain import MtpCotrainConfig, distil_mtp
 from composer2.rl.train import RLConfig, make_optimizer, update
@@ -57,10 +59,19 @@ def samples(policy):
     return [s for g in scored for s in group_samples(g, AdvantageConfig())]
 
 
-def test_gradient_is_on_the_mtp_layers_alone_and_that_of_the_definition(policy, samples):
+@pytest.mark.parametrize("replay", [None, ReplayConfig()])
+@pytest.mark.parametrize(("row_length", "rows_per_batch"), [(4096, 100), (1, 1)])
+def test_gradient_is_on_the_mtp_layers_alone_and_that_of_the_definition(
+    policy, samples, replay, row_length, rows_per_batch
+):
+    """With other experts recorded than the trunk's own, and samples of unlike numbers of sampled tokens."""
+    for index, sample in enumerate(samples):
+        routes = np.where(sample.routes < 0, sample.routes, 3 - sample.routes)
+        mask = sample.loss_mask & (np.arange(len(sample.loss_mask)) >= len(sample.loss_mask) - 1 - index % 5)
+        samples[index] = replace(sample, routes=routes, loss_mask=mask)
     made = policy.model()
     config = MtpCotrainConfig(every=1, top_k=1000)
-    figures = distil_mtp(made, samples, config, replay=None, row_length=4096, rows_per_batch=100)
+    figures = distil_mtp(made, samples, config, replay=replay, row_length=row_length, rows_per_batch=rows_per_batch)
     found = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
     assert found
     assert all(name.startswith("mtp.") for name in found)
@@ -69,7 +80,8 @@ def test_gradient_is_on_the_mtp_layers_alone_and_that_of_the_definition(policy, 
     total, terms = 0, []
     for sample in samples:
         ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
-        out = other(ids)
+        routes = None if replay is None else torch.from_numpy(sample.routes.astype("int64"))[None]
+        out = other(ids, routes_BTLK=routes)
         (drafts,) = other.mtp_logits(out.trunk_BTD, ids, detach_trunk=True)
         for t in range(ids.shape[1] - 2):
             if sample.loss_mask[t + 2]:

@@ -41,11 +41,13 @@ def made(tokens, *, routes=None, mask=None, group=0, seed=0):
 
 @st.composite
 def families(draw):
-    """Samples over three tokens and two kinds of routes: all ways to share, fork and end inside another occur."""
+    """Samples over three tokens and three kinds of routes, one of which differs in one layer only: all ways to share,
+    fork and end inside another occur."""
     samples = []
-    kinds = [np.stack([np.arange(CHOSEN)] * LAYERS), np.stack([np.arange(CHOSEN) + 1] * LAYERS)]
+    one, other = np.arange(CHOSEN), np.arange(CHOSEN) + 1
+    kinds = [np.stack([one, one]), np.stack([other, other]), np.stack([one, other])]
     for index in range(draw(st.integers(1, 6))):
-        steps = draw(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 0, 0, 1])), min_size=2, max_size=9))
+        steps = draw(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 0, 0, 1, 2])), min_size=2, max_size=9))
         tokens = [7, *(token for token, _ in steps)]
         routes = np.stack([kinds[0], *(kinds[kind] for _, kind in steps)])
         mask = [False, *draw(st.lists(st.booleans(), min_size=len(steps), max_size=len(steps)))]
