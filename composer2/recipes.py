@@ -316,7 +316,7 @@ def published() -> RunConfig:
     """One GPU and a published model of about a billion parameters, named by `start`. Not run on a GPU yet.
 
     Choice: the limits leave room for tool schemas in the prompt and some reasoning in every turn; the learning rate is
-    small because such a policy has much to lose. Pages hold 262,144 tokens for all windows together."""
+    small because such a policy has much to lose. Pages hold 131,072 tokens for all windows together."""
     base = tiny()
     return replace(
         base,
@@ -324,24 +324,28 @@ def published() -> RunConfig:
         device="cuda",
         episode=EpisodeLimits(
             max_turns=12,
-            max_tokens_per_turn=2048,
-            max_result_tokens=1024,
-            context_budget=16_384,
+            max_tokens_per_turn=1024,
+            max_result_tokens=512,
+            context_budget=8192,
             max_summaries=1,
             max_summary_tokens=512,
             run_timeout=1.0,
         ),
-        engine=EngineConfig(
-            num_slots=64, max_len=16_384, dtype="bfloat16", device="cuda", page_size=256, num_pages=1024
-        ),
+        engine=EngineConfig(num_slots=64, max_len=8192, dtype="bfloat16", device="cuda", page_size=256, num_pages=512),
         rl=replace(
             base.rl,
-            num_steps=100,
+            num_steps=50,
+            prompts_per_step=8,
             lr=1e-6,
             final_lr_frac=1.0,
             loss=replace(base.rl.loss, norm_length=1024.0),
             row_length=8192,
             rows_per_batch=1,
+        ),
+        eval=EvalConfig(
+            sets=tuple(EvalSpec(name=name, num_tasks=32) for name in ("test", "ood", "humaneval")),
+            during=EvalSpec(name="dev", num_tasks=16, num_samples=4),
+            mismatch_tasks=8,
         ),
     )
 

@@ -67,6 +67,12 @@ def test_the_least_context_named_is_the_least(start, config_of):
     check_start(config_of(start, episode={"context_budget": least}))
 
 
+def test_the_preset_fits_the_smallest_published_model(chat, published_models, tmp_path):
+    """Qwen3-0.6B has 40,960 positions; the vocabulary here is smaller, so that a prompt takes more tokens."""
+    start = published_models.qwen3(tmp_path, chat, max_position_embeddings=40_960)
+    check_start(replace(published(), start=str(start)))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -270,6 +276,7 @@ def test_solve_takes_windows_no_longer_than_the_models(start):
     assert spec.episode.max_turns == published().episode.max_turns
 
 
-def test_solve_says_when_no_turn_fits(start, broken):
-    with pytest.raises(ValueError, match=r"episode\.context_budget is 4096, accepted is more: no turn fits"):
+def test_solve_says_when_no_turn_fits(chat, published_models, broken, tmp_path):
+    start = published_models.qwen3(tmp_path, chat, max_position_embeddings=2560)
+    with pytest.raises(ValueError, match=r"episode\.context_budget is 2560, accepted is more: no turn fits"):
         use.solve(broken, "3 does not count", start, samples=1, seed=0, allow_unsafe=True)
