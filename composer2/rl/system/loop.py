@@ -152,6 +152,9 @@ class RLLoop:
             now = time.perf_counter()
             metrics |= step_metrics(groups, self.config, plan.step)
             metrics |= {"trained_twice": self.reconciler.trained_twice}
+            # Totals of the run: an attempt that was lost as a whole is in no group, and so in no rate of a step.
+            lost = ("num_failed_samples", "num_failed_attempts", "num_replaced_tasks")
+            metrics |= {name.removeprefix("num_"): getattr(self.reconciler.counters, name) for name in lost}
             metrics |= {"time/step_s": now - step_started, "time/train_s": now - train_started}
             step_started = now
             hooks.on_step(done, metrics, groups)
@@ -233,6 +236,7 @@ def step_metrics(groups: Sequence[Group], config: RLConfig, version: int) -> dic
         "best_of_k": shares["best_of_group"],
         "degenerate_frac": shares["degenerate_group_frac"],
         "zero_advantage_frac": shares["zero_advantage_frac"],
+        "withheld_frac": shares["withheld_frac"],
         "response_tokens": measured.get("sampled_tokens", 0.0),
         "turns": measured.get("num_turns", 0.0),
         "summaries": sum(r.stats.num_summaries for r in rollouts if r.status is not RolloutStatus.INFRASTRUCTURE),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from composer2.rl.advantage import AdvantageConfig
 from composer2.rl.reward import RewardComponent, RewardConfig
 from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop, TaskSourceError, step_metrics
 from composer2.rl.system.weight_sync import FolderSink, read_weights
@@ -141,6 +142,9 @@ def test_groups_lost_to_the_machinery_run_again(policy, tmp_path):
     assert tries[0].key != tries[1].key
     assert tries[0].seed != tries[1].seed
     assert all(metrics["infra_failure_rate"] == 0 for metrics in training.metrics.values())
+    # No group that was trained shows them, so the log has totals: three of each group's four were lost once.
+    last = training.metrics[4]
+    assert (last["failed_samples"], last["failed_attempts"], last["replaced_tasks"]) == (6, 2, 0)
 
 
 def test_single_losses_stay_in_the_group_and_are_counted(policy, tmp_path):
@@ -159,7 +163,7 @@ def test_a_task_that_never_works_is_replaced(policy, tmp_path):
     assert "task1" not in trained
     assert len(set(trained)) == len(trained) == 12
     assert sum(request.task.task_id == "task1" for request in pool.requests) == 3
-    assert training.loop.reconciler.counters.num_replaced_tasks == 1
+    assert training.loop.reconciler.counters.num_replaced_tasks == training.metrics[4]["replaced_tasks"] == 1
     assert "task1" not in training.loop.state().live_tasks
 
 
@@ -243,6 +247,14 @@ def test_groups_of_other_callers_are_ignored(policy, tmp_path):
     training = Training(policy, tmp_path, pool=Noisy(policy))
     assert training.run()
     assert not any("evaluation" in tasks for tasks in training.tasks)
+
+
+def test_withheld_rollouts_are_counted(build):
+    parts = [(build.segment(versions=version),) for version in (5, 5, 5, 2)]
+    group = build.group([1.0, 0.0, 0.0, 1.0], segments=parts)
+    for oldest, expected in ((None, 0.0), (4, 0.0), (3, 0.25), (0, 1.0)):
+        config = replace(CONFIG, advantage=AdvantageConfig(max_token_age=oldest))
+        assert step_metrics([group], config, 6)["withheld_frac"] == expected
 
 
 def test_summaries_of_a_step_are_counted_without_lost_rollouts(build):
