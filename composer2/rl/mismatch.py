@@ -102,12 +102,12 @@ def joined(parts: Sequence[Comparison]) -> Comparison:
 
 def measure_mismatch(model: Transformer, groups: Sequence[Group], config: RLConfig) -> dict[str, float]:
     """mismatch_{p50,p99,max,mean,k1}_replay_{off,on,filter}, mismatch_tokens, differing_expert_frac (own top-k against
-    the recorded experts), replaced_expert_frac_filter."""
+    the recorded experts), replaced_expert_frac_filter. All three settings whatever `config.replay` says."""
     batches = packed_rollouts(groups, config, next(model.parameters()).device)
     settings = {
         "off": replace(config, replay=False),
         "on": replace(config, replay=True, replay_tau=0.0),
-        "filter": config,
+        "filter": replace(config, replay=True),
     }
     measured = {name: compare(model, batches, setting).figures() for name, setting in settings.items()}
     figures = {

@@ -67,6 +67,15 @@ def test_the_filter_drops_implausible_experts(sampled):
     assert figures["replaced_expert_frac_filter"] == pytest.approx(dropped / recorded)
 
 
+def test_all_three_settings_are_measured_in_a_run_without_replay(sampled):
+    model, groups = sampled
+    wrong = with_routes(groups, lambda routes: np.where(routes < 0, routes, 3 - routes).astype(np.int16))
+    config = replace(CONFIG, replay_tau=0.99)
+    without = measure_mismatch(model, wrong, replace(config, replay=False))
+    assert without["replaced_expert_frac_filter"] > 0
+    assert without == measure_mismatch(model, wrong, config)
+
+
 def test_other_weights_are_seen(policy, sampled):
     _, groups = sampled
     assert measure_mismatch(policy.model(1), groups, CONFIG)["mismatch_p50_replay_off"] > 1e-2
