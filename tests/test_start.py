@@ -1,4 +1,4 @@
-"""A run that begins with a published model: what is refused, the whole of RL, what becomes of the model afterwards."""
+"""A run that begins with a published model: what is refused, where it runs, one template, `solve`."""
 
 import asyncio
 import json
@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from composer2 import runner, use
 from composer2.cli import main
 from composer2.env.pod import open_backend
 from composer2.env.tools.registry import TOOLS, tool_specs
 from composer2.log import Console
+from composer2.model.checkpoint.native import load_model
 from composer2.model.engine.engine import Engine
+from composer2.pipeline import adopt_start
 from composer2.recipes import published, tiny
 from composer2.run import Run
 from composer2.runner import EpisodeRunner, open_model
@@ -165,6 +168,20 @@ def test_the_sampler_is_loaded_where_the_config_says(start, monkeypatch):
     monkeypatch.setattr(runner, "load_huggingface", lambda folder, *, device: asked.append((folder, device)) or model)
     EpisodeRunner(use.solver(start, samples=1, allow_unsafe=True, device="cuda", thinks=True))
     assert asked == [(start, "cuda")]
+
+
+def test_bfloat16_is_trained_in_float32_and_written_back(chat, published_models, tmp_path):
+    """Without a step of training the weights come back bit for bit, in the dtype they had."""
+    start = published_models.qwen3(tmp_path / "start", chat, dtype=torch.bfloat16)
+    adopt_start(tmp_path / "run", start)
+    adopted = load_model(tmp_path / "run" / "models" / "sft")
+    assert {parameter.dtype for parameter in adopted.parameters()} == {torch.float32}
+    use.export(tmp_path / "run", tmp_path / "exported")
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, tmp_path / "exported"))
+    assert before.keys() == after.keys()
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -33,7 +33,7 @@ def tokenizer_into(folder, chat, template):
     return folder
 
 
-def qwen3(folder, chat, **changes):
+def qwen3(folder, chat, dtype=torch.float32, **changes):
     """A random Qwen3 with tied embeddings, as transformers writes it; more rows than tokens, as published ones have."""
     torch.manual_seed(0)
     fields = {
@@ -48,7 +48,7 @@ def qwen3(folder, chat, **changes):
         "tie_word_embeddings": True,
         "eos_token_id": chat.tokenizer().special_id("<|im_end|>"),
     }
-    Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).to(dtype).save_pretrained(folder)
     return tokenizer_into(folder, chat, "qwen3.jinja")
 
 
