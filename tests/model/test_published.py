@@ -129,6 +129,14 @@ def test_published_files_are_the_named_configs(tmp_path, data, name, eos):
     assert read.eos_ids == eos
 
 
+def test_a_scheme_inside_the_text_config_is_read(tmp_path):
+    scheme = {"quant_method": "compressed-tensors"}
+    nested = KIMI | {"text_config": KIMI["text_config"] | {"quantization_config": scheme}}
+    for data in (nested, KIMI | {"quantization_config": scheme}):
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        assert read_published(tmp_path).quantisation == scheme
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -161,7 +161,7 @@ def plan_huggingface(directory: Path | str) -> Plan:
     for piece in wanted:
         if piece.is_copy and piece.theirs not in entries:
             continue
-        source = _source(piece, entries, Path(directory))
+        source = _source(piece, entries, Path(directory), block, group_size)
         used |= {entry.name for entry in (source.data, source.scale, source.shape) if entry is not None}
         if piece.is_copy:
             copies.append(source)
@@ -174,23 +174,25 @@ def plan_huggingface(directory: Path | str) -> Plan:
     return Plan(config=config, published=published, sources=sources, copies=copies, block=block, group_size=group_size)
 
 
-def _source(piece: Piece, entries: Mapping[str, Entry], directory: Path) -> Source:
+def _source(
+    piece: Piece, entries: Mapping[str, Entry], directory: Path, block: tuple[int, int], group_size: int
+) -> Source:
     """The stored tensors a piece is made of."""
     data = entries.get(piece.theirs)
     stem = piece.theirs.removesuffix(".weight")
     if data is None:
         packed = entries.get(f"{stem}.weight_packed")
-        if packed is None:
+        if packed is None or len(piece.shape) != 2:
             raise ValueError(f"{directory} lacks tensor {piece.theirs} of shape {piece.shape}")
         scale, shape = (_companion(packed, f"{stem}.{name}", entries) for name in ("weight_scale", "weight_shape"))
         _check(packed, (piece.shape[0], -(-piece.shape[1] // 8)), ("I32",))
-        _check(scale, None, SCALE_DTYPES)
+        _check(scale, (piece.shape[0], -(-piece.shape[1] // group_size)), SCALE_DTYPES)
         _check(shape, (2,), ("I32", "I64"))
         return Source(piece=piece, data=packed, scale=scale, shape=shape)
-    if data.dtype == "F8_E4M3":
+    if data.dtype == "F8_E4M3" and len(piece.shape) == 2:
         scale = _companion(data, f"{stem}.weight_scale_inv", entries)
         _check(data, piece.shape, ("F8_E4M3",))
-        _check(scale, None, SCALE_DTYPES)
+        _check(scale, (-(-piece.shape[0] // block[0]), -(-piece.shape[1] // block[1])), SCALE_DTYPES)
         return Source(piece=piece, data=data, scale=scale)
     _check(data, piece.shape, FLOATS)
     return Source(piece=piece, data=data)
@@ -202,8 +204,8 @@ def _companion(data: Entry, name: str, entries: Mapping[str, Entry]) -> Entry:
     return entries[name]
 
 
-def _check(entry: Entry, shape: tuple[int, ...] | None, dtypes: tuple[str, ...]) -> None:
-    if shape is not None and entry.shape != shape:
+def _check(entry: Entry, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if entry.shape != shape:
         raise ValueError(f"{entry.file} tensor {entry.name} has shape {entry.shape}, accepted is {shape}")
     if entry.dtype not in dtypes:
         raise ValueError(f"{entry.file} tensor {entry.name} has dtype {entry.dtype}, accepted is {' or '.join(dtypes)}")

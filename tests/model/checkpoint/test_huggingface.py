@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM
 
 from composer2.model.checkpoint import huggingface
-from composer2.model.checkpoint.huggingface import load_huggingface, save_huggingface
+from composer2.model.checkpoint.huggingface import load_huggingface, plan_huggingface, save_huggingface
 from composer2.model.config import ModelConfig
 from composer2.model.transformer import Transformer, init_weights
 
@@ -279,6 +279,8 @@ def test_int4_groups(tmp_path, group):
 
 
 PACKED = f"{EXPERT}.weight_packed"
+NORM = "model.norm.weight"
+SCALE = f"{DENSE}.weight_scale_inv"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,17 @@ PACKED = f"{EXPERT}.weight_packed"
         (lambda t: t.update({PACKED: t[PACKED].long()}), f"{PACKED} has dtype I64, accepted is I32"),
         (lambda t: t.update({PACKED: t[PACKED][:, :4]}), rf"{PACKED} has shape \(64, 4\)"),
         (lambda t: t[f"{EXPERT}.weight_shape"].fill_(3), rf"{PACKED}: weight_shape says \(3, 3\)"),
-        (lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(64, 3)}), f"{PACKED}: scales have shape"),
+        (
+            lambda t: t.update({f"{EXPERT}.weight_scale": torch.ones(64, 3)}),
+            rf"{EXPERT}.weight_scale has shape \(64, 3\), accepted is \(64, 2\)",
+        ),
+        (
+            lambda t: t.update(
+                {f"{DENSE}.weight": torch.zeros(136, 64).to(torch.float8_e4m3fn), SCALE: torch.ones(1, 1)}
+            ),
+            rf"{SCALE} has shape \(1, 1\), accepted is \(2, 1\)",
+        ),
+        (lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), f"{NORM} has dtype F8_E4M3, accepted is F64"),
         (lambda t: t.update({f"{DENSE}.weight": torch.zeros(136, 64).to(torch.float8_e4m3fn)}), "scale_inv is nowhere"),
     ],
 )
@@ -296,8 +308,10 @@ def test_quantised_misfits_name_file_and_tensor(tmp_path, change, message):
     save_huggingface(tmp_path / "m", build(LATENT))
     quantise_int4(tmp_path / "m")
     edit(tmp_path / "m", lambda t: [change(t), t.update({n: v.contiguous() for n, v in t.items()})])
+    # Only what `weight_shape` says is data: everything else is known before anything is loaded.
+    read = load_huggingface if "weight_shape says" in message else plan_huggingface
     with pytest.raises(ValueError, match=f"{tmp_path}/m/model.safetensors .*{message}"):
-        load_huggingface(tmp_path / "m")
+        read(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
@@ -328,9 +342,6 @@ def rename_in_index(folder, name, file):
     data = json.loads(path.read_text())
     data["weight_map"][name] = file
     path.write_text(json.dumps(data))
-
-
-NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
