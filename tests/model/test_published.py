@@ -129,6 +129,21 @@ def test_published_files_are_the_named_configs(tmp_path, data, name, eos):
     assert read.eos_ids == eos
 
 
+def test_ends_of_the_generation_config_count_too(tmp_path):
+    """Kimi names the end of a text in one file and the end of a turn in the other."""
+    (tmp_path / "config.json").write_text(json.dumps(KIMI))
+    path = tmp_path / "generation_config.json"
+    for value, ends in ((163586, (163585, 163586)), ([163586, 163585], (163585, 163586)), (None, (163585,))):
+        path.write_text(json.dumps({"eos_token_id": value}))
+        assert read_published(tmp_path).eos_ids == ends
+    path.write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ValueError, match=f"{path}: eos_token_id is 'x'"):
+        read_published(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=f"{path} holds list"):
+        read_published(tmp_path)
+
+
 def test_a_scheme_inside_the_text_config_is_read(tmp_path):
     scheme = {"quant_method": "compressed-tensors"}
     nested = KIMI | {"text_config": KIMI["text_config"] | {"quantization_config": scheme}}

@@ -24,6 +24,7 @@ import torch
 from composer2.model.config import ModelConfig, YarnConfig
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 TEXT_PREFIX = "language_model."
 """What tensor names of a text model inside a multimodal checkpoint begin with."""
 FAMILY_OF = {
@@ -68,7 +69,7 @@ class Published:
     quantisation: Mapping[str, Any]
     """`quantization_config`, empty without one."""
     eos_ids: tuple[int, ...]
-    """Tokens that end a text."""
+    """Tokens that end a text: those of `config.json`, then further ones of a `generation_config.json`."""
 
 
 def is_published(directory: Path | str) -> bool:
@@ -83,28 +84,21 @@ def is_published(directory: Path | str) -> bool:
 
 def read_published(directory: Path | str) -> Published:
     """The config of a directory. FileNotFoundError without one, ValueError naming file, key and value of a misfit."""
-    path = Path(directory) / CONFIG_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds {type(data).__name__}, accepted is an object")
+    path, generation = (Path(directory) / name for name in (CONFIG_FILE, GENERATION_FILE))
+    data = _read_object(path)
+    further = _ends(generation, _read_object(generation).get("eos_token_id")) if generation.is_file() else ()
     text, prefix = data, ""
     if data.get("model_type") in MULTIMODAL:
         text, prefix = data.get("text_config"), TEXT_PREFIX  # type: ignore[assignment]
         if not isinstance(text, dict):
             raise ValueError(f"{path}: text_config is {text!r}, accepted is an object")
+    ends = _ends(path, text.get("eos_token_id", data.get("eos_token_id")))
     try:
         family = _family(text)
         dtype_name = text.get("dtype") or text.get("torch_dtype") or data.get("dtype") or data.get("torch_dtype")
         dtype_name = dtype_name or "float32"
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise ValueError(f"dtype is {dtype_name!r}, accepted is one of {', '.join(DTYPES)}")
-        end = text.get("eos_token_id", data.get("eos_token_id"))
-        ends = () if end is None else tuple(end) if isinstance(end, list) else (end,)
-        if not all(isinstance(token, int) for token in ends):
-            raise ValueError(f"eos_token_id is {end!r}, accepted is a token id, a list of them or null")
         quantisation = text.get("quantization_config") or data.get("quantization_config") or {}
         if not isinstance(quantisation, dict):
             raise ValueError(f"quantization_config is {quantisation!r}, accepted is an object or null")
@@ -114,10 +108,27 @@ def read_published(directory: Path | str) -> Published:
             prefix=prefix,
             dtype=DTYPES[dtype_name],
             quantisation=quantisation,
-            eos_ids=ends,
+            eos_ids=tuple(dict.fromkeys((*ends, *further))),
         )
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds {type(data).__name__}, accepted is an object")
+    return data
+
+
+def _ends(path: Path, value: Any) -> tuple[int, ...]:
+    ends = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(token, int) for token in ends):
+        raise ValueError(f"{path}: eos_token_id is {value!r}, accepted is a token id, a list of them or null")
+    return ends
 
 
 def write_published(config: ModelConfig, dtype: torch.dtype, *, prefix: str = "") -> dict[str, Any]:
