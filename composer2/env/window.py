@@ -59,7 +59,9 @@ class Window:
         return window
 
     def segment(self) -> Segment:
-        """The record to train on. Needs at least one generation, since only that says how many layers route."""
+        """The record to train on. Needs at least one generation, since only that says how many layers route.
+
+        ValueError when the newest generation reports routes for another number of tokens than it saw."""
         length = len(self.token_ids)
         sampled = np.zeros(length, dtype=bool)
         logprobs = np.zeros(length, dtype=np.float32)
@@ -69,7 +71,10 @@ class Window:
             sampled[rows] = True
             logprobs[rows] = generation.logprobs
             versions[rows] = generation.policy_versions
-        newest = np.asarray(self.generations[-1][1].routes, dtype=np.int16)
+        start, generation = self.generations[-1]
+        newest, seen = np.asarray(generation.routes, dtype=np.int16), start + len(generation.token_ids)
+        if len(newest) != seen:
+            raise ValueError(f"Generation.routes has {len(newest)} rows, accepted is one for each of {seen} tokens")
         routes = np.full((length, *newest.shape[1:]), -1, dtype=np.int16)
         routes[: len(newest)] = newest
         return Segment(

@@ -1,6 +1,9 @@
 """Windows of a harness that cuts, against a search by brute force."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,3 +45,14 @@ def test_the_most_newest_turns_that_fit_are_kept(num_prompt, turns, data):
             (SpanKind.PROMPT, 0, len(window.token_ids))
         ]
         assert window.generations == []
+
+
+@pytest.mark.parametrize("missing", [-1, 1, 5])
+def test_routes_are_those_of_every_token_seen_or_an_error(missing):
+    """A prefix without routes would be trained with routes of the trainer's own, silently."""
+    window = Window()
+    window.append(SpanKind.PROMPT, [1, 2, 3])
+    sampled = replace(generation(2, 10), routes=np.zeros((5 - missing, 1, 1), np.int16))
+    window.append_sampled(SpanKind.ACTION, sampled)
+    with pytest.raises(ValueError, match=f"routes has {5 - missing} rows, accepted is one for each of 5 tokens"):
+        window.segment()
