@@ -131,7 +131,7 @@ def trained_model(steps: int, console: Console) -> Transformer:
             token_ids_BT = torch.from_numpy(language(rng, 16, 64))
             out = model(token_ids_BT)
             loss = next_token_loss(out.logits_BTV, token_ids_BT)
-            guesses = model.mtp_logits(out.trunk_BTD, token_ids_BT)
+            guesses = model.mtp_logits(out.hidden_BTD, token_ids_BT)
             optimizer.zero_grad()
             (loss + mtp_distillation_loss(out.logits_BTV, guesses)).backward()
             optimizer.step()

@@ -6,7 +6,8 @@
 
 The last is the probability that speculative sampling accepts a draft token.
 Source: report §3 (MTP taught by self-distillation); DeepSeek-V3 paper; row M7. Embedding and head are the trunk's.
-Choice: the trunk output taken is the one before the final norm, since the module norms its input itself.
+The trunk output taken is the one after the final norm, as with the published weights: their hnorm was fit on it (the
+papers leave it open). Choice: between modules the state is handed on unnormed; the published weights have one module.
 Choice: a prediction counts when the token it predicts lies in the same document; others carry no loss.
 Choice: `detach_trunk` cuts the gradient of everything shared: trunk output, embedding and head.
 

@@ -60,11 +60,9 @@ class ModelOutput:
     """Result of `Transformer.forward`."""
 
     hidden_BTD: torch.Tensor
-    """After the final norm: what the head reads."""
+    """After the final norm: what the head and the MTP modules read."""
     logits_BTV: torch.Tensor
     """[B, T, V]; empty ([B, T, 0]) when they were not asked for."""
-    trunk_BTD: torch.Tensor
-    """Before the final norm: what the MTP modules read."""
     routing: RoutingStats
 
 
@@ -73,9 +71,7 @@ class CachedOutput:
     """Result of `Transformer.forward_cached`; rows of padding tokens hold nothing of meaning."""
 
     hidden_BSD: torch.Tensor
-    """After the final norm."""
-    trunk_BSD: torch.Tensor
-    """Before it: what `mtp_cached` reads."""
+    """After the final norm: what the head and `mtp_cached` read."""
     routes_BSLK: torch.Tensor
     """int16: the experts used."""
 
@@ -147,7 +143,7 @@ class Transformer(nn.Module):
         logits = self.lm_head(hidden_BTD) if with_logits else hidden_BTD.new_zeros(*token_ids_BT.shape, 0)
         real_BT = None if document_ids_BT is None else document_ids_BT >= 0
         routing = self._routing_stats(selections, routes, token_ids_BT, real_BT)
-        return ModelOutput(hidden_BTD=hidden_BTD, logits_BTV=logits, trunk_BTD=x_BTD, routing=routing)
+        return ModelOutput(hidden_BTD=hidden_BTD, logits_BTV=logits, routing=routing)
 
     @torch.no_grad()
     def forward_cached(
@@ -174,7 +170,6 @@ class Transformer(nn.Module):
                 routes.append(selection.expert_ids_TK)
         return CachedOutput(
             hidden_BSD=self.norm(x_BSD),
-            trunk_BSD=x_BSD,
             routes_BSLK=_stack_routes(routes, token_ids_BS, self.config.num_experts_per_tok),
         )
 
@@ -208,7 +203,7 @@ class Transformer(nn.Module):
         document_ids_BT: torch.Tensor | None = None,
         detach_trunk: bool = False,
     ) -> MTPOutput:
-        """Run the MTP modules on `ModelOutput.trunk_BTD` (see mtp.py); their routes are never replayed.
+        """Run the MTP modules on `ModelOutput.hidden_BTD` (see mtp.py); their routes are never replayed.
 
         With `detach_trunk` no gradient reaches anything but the MTP modules.
         """

@@ -132,7 +132,7 @@ def measure_acceptance(model: Transformer, groups: Sequence[Group], config: RLCo
     for batch in packed_rollouts(groups, config or RLConfig(), next(model.parameters()).device):
         out = model(batch.token_ids, position_ids_BT=batch.position_ids, document_ids_BT=batch.document_ids)
         drafts = model.mtp_logits(
-            out.trunk_BTD, batch.token_ids, position_ids_BT=batch.position_ids, document_ids_BT=batch.document_ids
+            out.hidden_BTD, batch.token_ids, position_ids_BT=batch.position_ids, document_ids_BT=batch.document_ids
         )
         share = mtp_acceptance(out.logits_BTV, drafts, document_ids_BT=batch.document_ids, loss_mask_BT=batch.loss_mask)
         weight = float(batch.loss_mask.sum())

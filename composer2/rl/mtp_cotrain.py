@@ -69,7 +69,7 @@ def distil_mtp(
         places = {"position_ids_BT": batch.position_ids, "document_ids_BT": batch.document_ids}
         with torch.no_grad():
             out = model(batch.token_ids, routes_BTLK=None if replay is None else batch.routes, replay=replay, **places)
-        drafts = model.mtp_logits(out.trunk_BTD, batch.token_ids, detach_trunk=True, **places)
+        drafts = model.mtp_logits(out.hidden_BTD, batch.token_ids, detach_trunk=True, **places)
         counts = {"document_ids_BT": batch.document_ids, "loss_mask_BT": batch.loss_mask}
         weight = float(batch.loss_mask.sum()) / total
         loss = weight * mtp_distillation_loss(out.logits_BTV, drafts, top_k=config.top_k, **counts)

@@ -213,7 +213,7 @@ def mtp_loss(model: Transformer, batch) -> torch.Tensor:
     """Next-token loss of the trunk and of the MTP module, summed."""
     where = {"position_ids_BT": batch.position_ids, "document_ids_BT": batch.document_ids}
     out = model(batch.token_ids, **where)
-    drafts = model.mtp_forward(out.trunk_BTD, batch.token_ids, **where).logits[0]
+    drafts = model.mtp_forward(out.hidden_BTD, batch.token_ids, **where).logits[0]
     total = out.hidden_BTD.new_zeros(())
     for ahead, logits in ((1, out.logits_BTV), (2, drafts)):
         logprobs = torch.log_softmax(logits[:, :-ahead], dim=-1)

@@ -12,7 +12,7 @@ def run(model, first, second, routes=None):
     documents = torch.tensor([[0] * len(first) + [1] * len(second)])
     positions = torch.cat((torch.arange(len(first)), torch.arange(len(second))))[None]
     out = model(tokens, document_ids_BT=documents, position_ids_BT=positions, routes_BTLK=routes)
-    drafts = model.mtp_logits(out.trunk_BTD, tokens, document_ids_BT=documents, position_ids_BT=positions)
+    drafts = model.mtp_logits(out.hidden_BTD, tokens, document_ids_BT=documents, position_ids_BT=positions)
     inside = [out.logits_BTV, *drafts]
     return [logits[:, len(first) :].detach() for logits in inside], out.routing.expert_ids_BTLK
 

@@ -53,7 +53,7 @@ def logits_of_both(pack, config: ModelConfig, dtype: torch.dtype) -> list[tuple[
         assert batch.position_ids_BT[0, :12].tolist() == [*range(7), *range(5)]
         places = {"position_ids_BT": batch.position_ids_BT, "document_ids_BT": batch.document_ids_BT}
         output = model(batch.token_ids_BT, **places)
-        drafts = model.mtp_logits(output.trunk_BTD, batch.token_ids_BT, **places)
+        drafts = model.mtp_logits(output.hidden_BTD, batch.token_ids_BT, **places)
         found.append((output.logits_BTV[0], *(logits[0] for logits in drafts)))
     return found
 

@@ -95,11 +95,11 @@ def test_packed_documents_are_separate(window):
     documents = torch.tensor([[-1] * 2 + [0] * 7 + [1] * 8])
     with torch.no_grad():
         packed = model(tokens, document_ids_BT=documents)
-        mtp = model.mtp_logits(packed.trunk_BTD, tokens, document_ids_BT=documents)[0]
+        mtp = model.mtp_logits(packed.hidden_BTD, tokens, document_ids_BT=documents)[0]
         for first, last in ((2, 9), (9, 17)):
             alone = model(tokens[:, first:last])
             torch.testing.assert_close(packed.hidden_BTD[:, first:last], alone.hidden_BTD)
-            theirs = model.mtp_logits(alone.trunk_BTD, tokens[:, first:last])[0]
+            theirs = model.mtp_logits(alone.hidden_BTD, tokens[:, first:last])[0]
             torch.testing.assert_close(mtp[:, first : last - 1], theirs[:, :-1])
 
 

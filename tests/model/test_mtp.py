@@ -37,7 +37,7 @@ def test_module_equals_its_equation_position_by_position():
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1]])
     tokens = torch.randint(0, 20, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        trunk = model(tokens, document_ids_BT=documents).trunk_BTD
+        trunk = model(tokens, document_ids_BT=documents).hidden_BTD
         out = model.mtp_forward(trunk, tokens, document_ids_BT=documents)
         load = torch.zeros(2, 8, dtype=torch.int64)
         for start, end in ((0, 5), (5, 8)):
@@ -118,7 +118,7 @@ def gradients(model, **options):
     model.zero_grad(set_to_none=True)
     tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
     out = model(tokens)
-    mtp_distillation_loss(out.logits_BTV, model.mtp_logits(out.trunk_BTD, tokens, **options)).backward()
+    mtp_distillation_loss(out.logits_BTV, model.mtp_logits(out.hidden_BTD, tokens, **options)).backward()
     reached = {n for n, p in model.named_parameters() if p.grad is not None and float(p.grad.abs().sum()) > 0}
     return {n for n in reached if n.startswith("mtp.")}, {n for n in reached if not n.startswith("mtp.")}
 

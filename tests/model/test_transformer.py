@@ -252,7 +252,7 @@ def test_head_on_demand():
     full, bare = model(tokens), model(tokens, with_logits=False)
     assert bare.logits_BTV.shape == (1, 6, 0)
     assert torch.equal(model.lm_head(bare.hidden_BTD), full.logits_BTV)
-    assert torch.equal(model.norm(bare.trunk_BTD), bare.hidden_BTD)
+    assert torch.equal(bare.hidden_BTD, full.hidden_BTD)
 
 
 def test_initialisation_is_a_function_of_the_seed():

@@ -82,7 +82,7 @@ def test_gradient_is_on_the_mtp_layers_alone_and_that_of_the_definition(
         ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
         routes = None if replay is None else torch.from_numpy(sample.routes.astype("int64"))[None]
         out = other(ids, routes_BTLK=routes)
-        (drafts,) = other.mtp_logits(out.trunk_BTD, ids, detach_trunk=True)
+        (drafts,) = other.mtp_logits(out.hidden_BTD, ids, detach_trunk=True)
         for t in range(ids.shape[1] - 2):
             if sample.loss_mask[t + 2]:
                 p = torch.log_softmax(out.logits_BTV[0, t + 1].detach(), -1)

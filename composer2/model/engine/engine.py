@@ -225,9 +225,9 @@ class Engine:
                 token_ids_BS[row, :count] = sequence.token_ids[start : start + count]
                 next_ids_BS[row, :count] = sequence.token_ids[start + 1 : start + count + 1]
                 position_ids_BS[row, :count] = np.arange(start, start + count)
-            _, trunk_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
+            hidden_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
             if self.speculative:
-                self._draft(batch, trunk_BSD, next_ids_BS, position_ids_BS)
+                self._draft(batch, hidden_BSD, next_ids_BS, position_ids_BS)
             for sequence, count in zip(batch, counts, strict=True):
                 sequence.place.num_cached += count
             self.stats.prefill_tokens += sum(counts)
@@ -236,7 +236,7 @@ class Engine:
         """Feed the last token of every sequence and sample the next one."""
         token_ids_BS = np.array([[sequence.token_ids[-1]] for sequence in batch])
         position_ids_BS = np.array([[len(sequence.token_ids) - 1] for sequence in batch])
-        hidden_BSD, _ = self._forward(batch, token_ids_BS, position_ids_BS)
+        hidden_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
         drawn = sample(
             self.model.lm_head(hidden_BSD[:, 0]), uniform_B=self._uniforms(batch, DRAW), **self._limits(batch)
         )
@@ -255,7 +255,7 @@ class Engine:
         position_ids_BS = np.array(
             [[len(s.token_ids) - 1, -1 if d is None else len(s.token_ids)] for s, d in zip(batch, drafts, strict=True)]
         )
-        hidden_BSD, trunk_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
+        hidden_BSD = self._forward(batch, token_ids_BS, position_ids_BS)
         limits = self._limits(batch)
         first, second = (distribution(self.model.lm_head(hidden_BSD[:, place]), **limits) for place in (0, 1))
         none_V = torch.zeros(self.config.vocab_size, dtype=torch.float64, device=self.device)
@@ -285,7 +285,7 @@ class Engine:
             next_ids_BS[row, :count] = sequence.token_ids[start + 1 :]
             position_ids_BS[row, count:] = -1
             sequence.place.num_cached += count
-        self._draft(batch, trunk_BSD, next_ids_BS, position_ids_BS)
+        self._draft(batch, hidden_BSD, next_ids_BS, position_ids_BS)
 
     def _append(self, batch: list[Sequence], source: Distribution, tokens_B: Tensor, wanted: list[bool]) -> None:
         """Give each sequence that wants it its token of `tokens_B`, drawn from `source`."""
@@ -296,11 +296,11 @@ class Engine:
                 self.stats.generated_tokens += 1
 
     def _draft(
-        self, batch: list[Sequence], trunk_BSD: Tensor, next_ids_BS: np.ndarray, position_ids_BS: np.ndarray
+        self, batch: list[Sequence], hidden_BSD: Tensor, next_ids_BS: np.ndarray, position_ids_BS: np.ndarray
     ) -> None:
         """Run the MTP module over new positions; each sequence's last one guesses the token after its last."""
         hidden_BSD = self.model.mtp_cached(
-            trunk_BSD,
+            hidden_BSD,
             self._tensor(next_ids_BS),
             self._tensor(position_ids_BS),
             cache_NMC=self.cache.layers_PMC[-1],
@@ -316,11 +316,9 @@ class Engine:
     # -----------------------------------------------------------------------------------------------------------------
     # Batches
 
-    def _forward(
-        self, batch: list[Sequence], token_ids_BS: np.ndarray, position_ids_BS: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
-        """The trunk over new tokens (position -1: padding): what the head reads and what the MTP module reads, both
-        [B, S, D]. Their cache entries and routes are written."""
+    def _forward(self, batch: list[Sequence], token_ids_BS: np.ndarray, position_ids_BS: np.ndarray) -> Tensor:
+        """The trunk over new tokens (position -1: padding): what the head and the MTP module read, [B, S, D]. Their
+        cache entries and routes are written."""
         places = [sequence.place for sequence in batch]
         out = self.model.forward_cached(
             self._tensor(token_ids_BS),
@@ -329,7 +327,7 @@ class Engine:
             slot_ids_B=self.cache.tables(places),
         )
         self.cache.write_routes(places, position_ids_BS, out.routes_BSLK)
-        return out.hidden_BSD, out.trunk_BSD
+        return out.hidden_BSD
 
     def _limits(self, batch: list[Sequence]) -> dict[str, Tensor]:
         params = [sequence.request.params for sequence in batch]

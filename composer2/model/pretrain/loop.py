@@ -104,7 +104,7 @@ def train(
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if load_LE is not None:
+        if load_LE is not None and len(load_LE):
             mean_L1 = load_LE.float().mean(dim=-1, keepdim=True).clamp(min=1.0)
             metrics["router_max_violation"] = float((load_LE / mean_L1).max() - 1)
             if router_bias_rate > 0:

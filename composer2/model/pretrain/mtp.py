@@ -100,7 +100,7 @@ def mtp_only_loss(model: Transformer, batch: TensorBatch) -> LossOutput:
     """Self-distillation with the trunk detached: no gradient outside the MTP layers."""
     with torch.no_grad():
         output = _forward(model, batch)
-    drafts = _drafts(model, output.trunk_BTD, batch, detach_trunk=True)
+    drafts = _drafts(model, output.hidden_BTD, batch, detach_trunk=True)
     loss_sum = distillation_sum(output.logits_BTV, drafts.logits, batch)
     return LossOutput(
         loss_sum=loss_sum,
@@ -117,7 +117,7 @@ def joint_loss(mtp_weight: float, every: int = 1) -> LossFn:
             return next_token_loss(model, batch)
         output = _forward(model, batch)
         nll_sum = next_token_nll_sum(output.logits_BTV, batch)
-        drafts = _drafts(model, output.trunk_BTD, batch)
+        drafts = _drafts(model, output.hidden_BTD, batch)
         kl_sum = distillation_sum(output.logits_BTV, drafts.logits, batch)
         return LossOutput(
             loss_sum=nll_sum + mtp_weight * kl_sum,
@@ -141,7 +141,7 @@ def measure_mtp_acceptance(
         batch = to_tensors(rows.rows(start, start + rows_per_batch), device)
         with autocast_context(device, autocast):
             output = _forward(model, batch)
-            drafts = _drafts(model, output.trunk_BTD, batch)
+            drafts = _drafts(model, output.hidden_BTD, batch)
         p_BTV = torch.softmax(output.logits_BTV.float(), dim=-1)
         for depth, logits_BTV in enumerate(drafts.logits, start=1):
             weights_BS = draft_weights(batch, depth)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from composer2.model.checkpoint import huggingface
 from composer2.model.checkpoint.huggingface import load_huggingface, plan_huggingface, save_huggingface
@@ -133,7 +134,7 @@ def test_mtp_layout(tmp_path):
     twin.set_experts_implementation("eager")
     tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        trunk = model(tokens).trunk_BTD
+        trunk = model(tokens).hidden_BTD
         ours = model.mtp_logits(trunk, tokens)
         hidden, mask = trunk, torch.full((9, 9), float("-inf")).triu(1)[None, None]
         rope = twin.model.rotary_emb(trunk, torch.arange(9)[None])
@@ -148,6 +149,26 @@ def test_mtp_layout(tmp_path):
             hidden = twin.model.layers[2 + module](joined, attention_mask=mask, position_embeddings=rope)
             logits = norm(hidden, stored["shared_head.norm.weight"]) @ stored["shared_head.head.weight"].T
             assert float((logits - ours[module]).abs().max()) <= 1e-4 * float(logits.abs().max())
+
+
+def test_mtp_drafts_equal_those_of_transformers(tmp_path, monkeypatch):
+    """Its own speculative decoding over the stored directory, the norms far from one: first draft, all logits."""
+    model = build(dataclasses.replace(LATENT, num_nextn_predict_layers=1))
+    save_huggingface(tmp_path / "m", model)
+    # It finds MTP weights by the layer number of the released model, 61.
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"])
+    twin = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager").eval()
+    twin.set_experts_implementation("eager")
+    drafted, forward = [], MtpModel.forward
+    monkeypatch.setattr(MtpModel, "forward", lambda *a, **k: drafted.append(forward(*a, **k)) or drafted[-1])
+    tokens = torch.randint(0, 40, (1, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(tokens)
+    options = {"do_sample": False, "max_new_tokens": 4, "use_mtp": True, "pad_token_id": 0, "eos_token_id": None}
+    known = twin.generate(input_ids=tokens, attention_mask=mask, **options)[:, :13]
+    with torch.no_grad():
+        ours = model.mtp_logits(model(known).hidden_BTD, known)[0][0, -2]
+    theirs = drafted[0][1][0, 0]
+    assert float((ours - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
 
 
 def norm(x, weight):

@@ -137,7 +137,7 @@ def test_drafts_come_from_the_mtp_module_over_the_whole_context(max_prefill_toke
         for sequence in engine.scheduler.running:
             tokens_1T = torch.tensor([sequence.token_ids])
             with torch.no_grad():
-                logits_1TV = copy.mtp_logits(copy(tokens_1T).trunk_BTD, tokens_1T)[0]
+                logits_1TV = copy.mtp_logits(copy(tokens_1T).hidden_BTD, tokens_1T)[0]
             assert sequence.draft is not None
             torch.testing.assert_close(sequence.draft.probs_V, logits_1TV[0, -2].softmax(-1), rtol=1e-9, atol=1e-9)
     assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens

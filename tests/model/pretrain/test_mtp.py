@@ -61,7 +61,7 @@ def test_equals_the_unweighted_forms_of_the_model(make_model, tiny_config):
     places = {"position_ids_BT": batch.position_ids_BT, "document_ids_BT": batch.document_ids_BT}
     with torch.no_grad():
         output = model(batch.token_ids_BT, **places)
-        drafts = model.mtp_logits(output.trunk_BTD, batch.token_ids_BT, **places)
+        drafts = model.mtp_logits(output.hidden_BTD, batch.token_ids_BT, **places)
         for module in range(2):  # the model's loss is a mean for each module, ours a sum over the same predictions
             modules = range(module + 1)
             means = [float(_mean_of(drafts, output.logits_BTV, batch, index)) for index in modules]
