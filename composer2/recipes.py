@@ -22,6 +22,7 @@ from composer2.env.tasks.procedural import VARIANTS, TaskConfig
 from composer2.model.config import ModelConfig
 from composer2.model.pretrain.config import CptConfig, MtpConfig, SftConfig
 from composer2.model.pretrain.corpus import CorpusConfig
+from composer2.rl.advantage import AdvantageConfig
 from composer2.rl.curriculum import CurriculumConfig
 from composer2.rl.evaluate import EvalSpec
 from composer2.rl.forge.reward_to_go import StepRewardConfig
@@ -149,6 +150,10 @@ class RunConfig:
             raise ValueError(
                 f"rl.advantage.kl.weight is {self.rl.advantage.kl.weight}, accepted with credit steps is 0"
             )
+        for name in ("baseline", "length_norm") if self.credit == "steps" else ():
+            value, default = getattr(self.rl.advantage, name), getattr(AdvantageConfig(), name)
+            if value != default:
+                raise ValueError(f"rl.advantage.{name} is {value!r}, accepted with credit steps is {default!r}")
         if self.stages and self.curriculum.strength > 0:
             raise ValueError(
                 f"RunConfig.curriculum.strength is {self.curriculum.strength}, accepted with stages is 0: a stage "
@@ -188,6 +193,9 @@ def tiny_reward() -> RewardConfig:
         "unfinished": 0.0,
         "comments_cot": 0.0,
         "terminal_only": 0.0,
+        "open_todos": 0.0,
+        "style_faults": 0.0,
+        "silent_finish": 0.0,
     }
     return RewardConfig(
         components=tuple(RewardComponent(name=name, weight=weight) for name, weight in weights.items()),

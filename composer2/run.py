@@ -107,18 +107,32 @@ class Run:
         self._lock = lock_folder(folder)
         stored = folder / "config.json"
         if stored.exists() and any(any((folder / name).iterdir()) for name in ("stages", "checkpoints", "models")):
-            if load_config(stored, RunConfig) != config:
+            known = load_config(stored, RunConfig)
+            if replace(known, rl=replace(known.rl, reward=config.rl.reward)) != config:
                 self._lock.close()
                 raise ValueError(
                     f"{folder} holds a run with another configuration (see its config.json), accepted is the same "
-                    "configuration to resume it, or another --run-dir"
+                    "configuration to resume it (rl.reward may differ), or another --run-dir"
                 )
+            if known != config:
+                self._change_reward(stored)
         else:
             save_config(stored, config)
         self.metrics = MetricsWriter(folder / "metrics.jsonl")
         self.forget_after({})
         self._pools: dict[str, Pool] = {}
         torch.set_num_threads(1)
+
+    def _change_reward(self, stored: Path) -> None:
+        """Steps of RL still to come are rewarded otherwise (row R4): the metrics of each step tell its weights. The
+        configuration before is kept as config.until-1.json, -2, ..."""
+        if self.result("rl") is not None:
+            self._lock.close()
+            raise ValueError(f"rl.reward differs from that of {stored}, accepted after RL is the same one")
+        number = len(list(self.folder.glob("config.until-*.json"))) + 1
+        os.replace(stored, self.folder / f"config.until-{number}.json")
+        save_config(stored, self.config)
+        self.console.note("rl.reward is another one from here on")
 
     # Files
 

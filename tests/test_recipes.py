@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composer2 import own_tries, pipeline
-from composer2.config import from_json, to_json
+from composer2.config import from_json, load_config, to_json
 from composer2.env.tasks.expert import OwnTriesConfig, sft_example
 from composer2.env.tasks.procedural import generate_task
 from composer2.log import Console, read_metrics
@@ -24,6 +24,7 @@ from composer2.rl.curriculum import CurriculumConfig
 from composer2.rl.evaluate import EvalSpec
 from composer2.rl.forge.stages import DomainShare, Stage
 from composer2.rl.kl import KLConfig
+from composer2.rl.reward import RewardConfig
 from composer2.rl.system import loop
 from composer2.run import Run
 from composer2.runner import PodsConfig
@@ -74,6 +75,10 @@ def stage(domain, num_prompts, max_context):
         (
             lambda c: replace(c, credit="steps", rl=with_kl(c.rl)),
             r"rl.advantage.kl.weight is 0.1, accepted with credit steps is 0",
+        ),
+        (
+            lambda c: replace(c, credit="steps", rl=replace(c.rl, advantage=AdvantageConfig(baseline="grpo"))),
+            r"rl.advantage.baseline is 'grpo', accepted with credit steps is 'dr_grpo'",
         ),
         (lambda c: replace(c, stages=(stage("plan", 10, 300),)), r"domain 'plan' of 'one', .*nearest accepted: plain"),
         (
@@ -250,3 +255,21 @@ def test_a_run_directory_belongs_to_one_process_at_a_time(tmp_path):
         with pytest.raises(ValueError, match="another configuration"):
             Run(tmp_path / "run", replace(config, seed=1), console)
         Run(tmp_path / "run", config, console).close()
+
+
+def test_a_run_is_resumed_with_another_reward_until_rl_has_ended(tmp_path):
+    """Row R4: behaviours are weighed as they emerge, in the middle of a run."""
+    config = reduced_small(Path(__file__).parents[1] / "composer2" / "rl")
+    changed = replace(config, rl=replace(config.rl, reward=RewardConfig()))
+    assert changed != config
+    folder = tmp_path / "run"
+    with Console("quiet") as console:
+        Run(folder, config, console).close()
+        (folder / "stages" / "sft.json").write_text("{}")
+        Run(folder, changed, console).close()
+        assert load_config(folder / "config.json", RunConfig) == changed
+        assert load_config(folder / "config.until-1.json", RunConfig) == config
+        (folder / "stages" / "rl.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"rl.reward differs from that of .*config.json, accepted after RL is"):
+            Run(folder, config, console)
+        Run(folder, changed, console).close()

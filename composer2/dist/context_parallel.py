@@ -28,7 +28,14 @@ from composer2.model.attention import KeyView
 from composer2.model.mtp import shift_left
 from composer2.model.router_replay import ReplayConfig
 from composer2.model.transformer import RoutingStats, Transformer
-from composer2.rl.loss import MAX_LOG_RATIO, LossConfig, check_loss_mask, corrected_terms, target_logprobs
+from composer2.rl.loss import (
+    MAX_LOG_RATIO,
+    LossConfig,
+    check_finite,
+    check_loss_mask,
+    corrected_terms,
+    target_logprobs,
+)
 from composer2.rl.pack import BatchTensors
 from composer2.rl.routes import NO_ROUTE
 
@@ -176,6 +183,7 @@ def rank_policy_loss(
     mask = batch.loss_mask
     advantages_N = batch.advantages[mask].to(logprobs_N.dtype)
     behaviour_N = batch.behaviour_logprobs[mask].to(logprobs_N.dtype)
+    check_finite({"logprobs_N": logprobs_N, "advantages": advantages_N, "behaviour_logprobs": behaviour_N})
     ratio_N = (logprobs_N - behaviour_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     terms_N, _ = corrected_terms(logprobs_N, ratio_N, advantages_N, config)
     return -terms_N.sum() / denominator

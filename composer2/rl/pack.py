@@ -45,6 +45,8 @@ class PackCost:
         for name, value in vars(self).items():
             if not (np.isfinite(value) and value >= 0):
                 raise ValueError(f"PackCost.{name} is {value}, accepted is a finite number >= 0")
+        if self.linear == self.quadratic == 0:
+            raise ValueError("PackCost.linear and .quadratic are 0, accepted is one of them above 0")
 
     def of(self, length: int) -> float:
         """Cost of one document."""
@@ -185,21 +187,20 @@ def to_tensors(batch: Batch, device: torch.device | str = "cpu") -> BatchTensors
     )
 
 
-def packing_report(batches: Sequence[Batch], cost: PackCost | None = None) -> dict[str, float]:
-    """num_batches, num_rows, pack_efficiency (real tokens / slots), pack_imbalance (costliest micro-batch / mean)."""
+def packing_report(documents: Sequence[np.ndarray], cost: PackCost | None = None) -> dict[str, float]:
+    """num_batches, num_rows, pack_efficiency (real tokens / slots), pack_imbalance (costliest micro-batch / mean).
+
+    `documents`: for each micro-batch its `Batch.document_ids`, int [B, T], -1 where padded."""
     cost = cost or PackCost()
-    if not batches:
+    if not documents:
         return {"num_batches": 0.0, "num_rows": 0.0, "pack_efficiency": 1.0, "pack_imbalance": 1.0}
-    costs = []
-    for batch in batches:
-        lengths = [
-            int(count) for row in batch.document_ids for count in np.unique(row[row >= 0], return_counts=True)[1]
-        ]
-        costs.append(sum(cost.of(length) for length in lengths))
-    real = sum(int((batch.document_ids >= 0).sum()) for batch in batches)
+    costs = [
+        sum(cost.of(int(n)) for row_T in ids_BT for n in np.unique(row_T[row_T >= 0], return_counts=True)[1])
+        for ids_BT in documents
+    ]
     return {
-        "num_batches": float(len(batches)),
-        "num_rows": float(sum(len(batch.token_ids) for batch in batches)),
-        "pack_efficiency": real / sum(batch.token_ids.size for batch in batches),
+        "num_batches": float(len(documents)),
+        "num_rows": float(sum(len(ids_BT) for ids_BT in documents)),
+        "pack_efficiency": sum(int((ids_BT >= 0).sum()) for ids_BT in documents) / sum(i.size for i in documents),
         "pack_imbalance": max(costs) / (sum(costs) / len(costs)),
     }

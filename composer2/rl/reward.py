@@ -10,7 +10,9 @@ length penalty); rows R4 R5.
 
 Values are amounts >= 0 (a count, a share, a cost), so penalties have negative weights. `reward_components` holds the
 raw values of every listed component, at weight 0 too: watch a behaviour first, weigh it later.
-Weights may change in mid-run: `schedule` lists (from step, weight).
+Weights may change in mid-run: `schedule` lists (from step, weight), and a run that was stopped may be resumed with
+another reward. A component of one's own is named `package.module:function`; workers need not import it, since rewards
+are given where the policy is trained.
 
 Choice: the report gives no weights; the defaults are small against correctness, so that no mix of behaviours outweighs
 solving the task. Choice: a rollout lost to infrastructure gets reward 0 and no components; nothing averages it.
@@ -19,10 +21,13 @@ What is not measured here: judgements by rubric.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import cast
 
 import numpy as np
 
@@ -39,15 +44,14 @@ class RewardComponent:
     """One measured behaviour and what it is worth."""
 
     name: str
-    """A key of `MEASURES`."""
+    """A key of `MEASURES`, or `package.module:function` of one's own `Measure`."""
     weight: float
     """Reward per unit; negative for a penalty, 0 to log only."""
     schedule: tuple[tuple[int, float], ...] = ()
     """(from step, weight) in rising order of step: later weights, for changes in mid-run."""
 
     def __post_init__(self) -> None:
-        if self.name not in MEASURES:
-            raise ValueError(f"RewardComponent.name is {self.name!r}, accepted is one of {sorted(MEASURES)}")
+        find_measure(self.name)
         steps = [step for step, _ in self.schedule]
         if steps != sorted(set(steps)) or any(step < 0 for step in steps):
             raise ValueError(f"RewardComponent.schedule has steps {steps}, accepted are rising steps >= 0")
@@ -101,7 +105,10 @@ def score(rollout: Rollout, config: RewardConfig, step: int) -> Rollout:
     """The rollout with its reward at a training step and the raw value of every component."""
     if rollout.status is RolloutStatus.INFRASTRUCTURE:
         return replace(rollout, reward=0.0, reward_components={})
-    values = {component.name: MEASURES[component.name](rollout, config) for component in config.components}
+    values = {component.name: find_measure(component.name)(rollout, config) for component in config.components}
+    for name, value in values.items():
+        if not np.isfinite(value):
+            raise ValueError(f"reward component {name!r} is {value}, accepted is a finite number")
     reward = sum(component.weight_at(step) * values[component.name] for component in config.components)
     return replace(rollout, reward=float(reward), reward_components=values)
 
@@ -216,7 +223,25 @@ MEASURES: Mapping[str, Measure] = {
     "style_faults": style_faults,
     "silent_finish": silent_finish,
 }
-"""Every behaviour that can be named in a config. A new one is a function above and a line here."""
+"""The behaviours that a config names shortly."""
+
+
+@cache
+def find_measure(name: str) -> Measure:
+    """A measure by its key, or by `package.module:function`. ValueError when there is none of that name."""
+    if name in MEASURES:
+        return MEASURES[name]
+    accepted = f"accepted is one of {sorted(MEASURES)}, or package.module:function of a function (rollout, config)"
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise ValueError(f"RewardComponent.name is {name!r}, {accepted}")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"RewardComponent.name is {name!r}, {accepted} ({error})") from error
+    if not callable(found):
+        raise ValueError(f"RewardComponent.name is {name!r}, {accepted} (it is no function)")
+    return cast(Measure, found)
 
 
 def comment_words(text: str) -> int:

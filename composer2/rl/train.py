@@ -42,7 +42,7 @@ from composer2.rl.loss import (
     target_logprobs,
 )
 from composer2.rl.mtp_cotrain import MtpCotrainConfig, distil_mtp
-from composer2.rl.pack import BatchTensors, pack, to_tensors
+from composer2.rl.pack import BatchTensors, pack, packing_report, to_tensors
 from composer2.rl.prefix_tree import TreeBatch, pack_trees
 from composer2.rl.reward import RewardConfig, permute_rewards, score
 from composer2.types import Group, Sample
@@ -242,6 +242,7 @@ def update(
     metrics["free_route_frac"] = routing["free"] / max(routing["free"] + routing["replayed"], 1.0)
     metrics["differing_token_frac"] = routing["tokens_differing"] / max(routing["tokens"], 1.0)
     metrics["num_samples"] = float(len(samples))
+    metrics |= packing_report([batch.document_ids.cpu().numpy() for batch, _ in batches])
     trees = [tree for _, tree in batches if tree is not None]
     if trees:
         metrics["token_ratio"] = sum(t.num_unmerged for t in trees) / sum(t.num_merged for t in trees)

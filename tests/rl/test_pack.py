@@ -40,7 +40,7 @@ def test_plan_by_hand():
 def test_typical_rollouts_pack_well(build):
     generator = np.random.default_rng(0)
     samples = [build.sample(int(n), seed=i) for i, n in enumerate(generator.integers(100, 250, size=120))]
-    report = packing_report(pack(samples, row_length=512, rows_per_batch=8))
+    report = packing_report([b.document_ids for b in pack(samples, row_length=512, rows_per_batch=8)])
     assert report["pack_efficiency"] > 0.93
     assert report["num_rows"] == sum(
         len(b) for b in plan_rows([len(s.token_ids) for s in samples], row_length=512, rows_per_batch=8)
@@ -112,7 +112,7 @@ def test_no_samples_no_batches():
 
 def test_report_by_hand(build):
     batches = [fill([[build.sample(4)], [build.sample(2, seed=1)]]), fill([[build.sample(2, seed=2)]])]
-    report = packing_report(batches, PackCost(linear=1, quadratic=1))
+    report = packing_report([b.document_ids for b in batches], PackCost(linear=1, quadratic=1))
     # costs 4+16 + 2+4 = 26 and 6: mean 16
     assert report == {"num_batches": 2, "num_rows": 3, "pack_efficiency": 0.8, "pack_imbalance": 26 / 16}
 
@@ -129,3 +129,5 @@ def test_errors(build):
         pack([sample, replace(sample, loss_mask=np.ones(4, bool))], row_length=8, rows_per_batch=1)
     with pytest.raises(ValueError, match=r"PackCost\.linear is -1"):
         PackCost(linear=-1)
+    with pytest.raises(ValueError, match="one of them above 0"):
+        PackCost(linear=0, quadratic=0)

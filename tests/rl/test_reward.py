@@ -155,6 +155,21 @@ def test_default_config_logs_everything(build):
     json.dumps(dict(scored.reward_components))
 
 
+def test_a_measure_of_ones_own(build, tmp_path, monkeypatch):
+    (tmp_path / "manners.py").write_text(
+        "def turns(rollout, config): return float(rollout.stats.num_turns)\n"
+        "def broken(rollout, config): return float('nan')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rollout = build.rollout(passed=True, stats=RolloutStats(num_turns=3))
+    parts = (RewardComponent(name="correctness", weight=1), RewardComponent(name="manners:turns", weight=-0.125))
+    scored = score(rollout, RewardConfig(components=parts), 0)
+    assert scored.reward == 1 - 0.375
+    assert scored.reward_components == {"correctness": 1.0, "manners:turns": 3.0}
+    with pytest.raises(ValueError, match="'manners:broken' is nan, accepted is a finite number"):
+        score(rollout, RewardConfig(components=(RewardComponent(name="manners:broken", weight=0),)), 0)
+
+
 def test_permuted_rewards_keep_their_multiset_and_spare_the_dead(build):
     group = build.group([float(i) for i in range(8)], lost=(2,))
     permuted = permute_rewards(group, np.random.default_rng(0))
@@ -170,6 +185,10 @@ def test_permuted_rewards_keep_their_multiset_and_spare_the_dead(build):
     ("make", "message"),
     [
         (lambda: RewardComponent(name="charm", weight=1), "RewardComponent.name is 'charm'"),
+        (lambda: RewardComponent(name="no.such:thing", weight=1), "'no.such:thing', accepted is one of .*No module"),
+        (lambda: RewardComponent(name="math:thing", weight=1), "'math:thing', accepted is .*has no attribute"),
+        (lambda: RewardComponent(name=":f", weight=1), "':f', accepted is .*Empty module"),
+        (lambda: RewardComponent(name="math:pi", weight=1), "'math:pi', accepted is .*it is no function"),
         (lambda: RewardComponent(name="correctness", weight=float("inf")), "'correctness' is inf"),
         (lambda: RewardComponent(name="correctness", weight=1, schedule=((5, 1), (5, 2))), r"steps \[5, 5\]"),
         (lambda: RewardConfig(components=(RewardComponent(name="correctness", weight=1),) * 2), "each name once"),

@@ -231,6 +231,7 @@ def step_metrics(groups: Sequence[Group], config: RLConfig, version: int) -> dic
             events[name] = events.get(name, 0) + count
     return {
         **{name: value for name, value in measured.items() if not name.startswith("event/")},
+        **{f"reward_weight/{c.name}": c.weight_at(version) for c in config.reward.components},
         **staleness_metrics(histogram),
         "staleness_hist": {str(age): count for age, count in histogram.items()},
         "best_of_k": shares["best_of_group"],

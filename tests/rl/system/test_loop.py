@@ -6,6 +6,7 @@ import pytest
 
 from composer2.rl.advantage import AdvantageConfig
 from composer2.rl.reward import RewardComponent, RewardConfig
+from composer2.rl.reward import RewardComponent, RewardConfig
 from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop, TaskSourceError, step_metrics
 from composer2.rl.system.weight_sync import FolderSink, read_weights
 from composer2.rl.train import RLConfig, make_optimizer
@@ -265,3 +266,9 @@ def test_summaries_of_a_step_are_counted_without_lost_rollouts(build):
         for rollout, count in zip(group.rollouts, counts, strict=True)
     )
     assert step_metrics([replace(group, rollouts=rollouts)], CONFIG, 0)["summaries"] == 3
+
+
+def test_the_weights_in_force_are_logged():
+    component = RewardComponent(name="correctness", weight=1.0, schedule=((3, 0.5),))
+    config = replace(CONFIG, reward=RewardConfig(components=(component,)))
+    assert [step_metrics([], config, step)["reward_weight/correctness"] for step in (0, 2, 3, 9)] == [1, 1, 0.5, 0.5]
