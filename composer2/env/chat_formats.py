@@ -148,6 +148,7 @@ KIMI_K2 = ChatFormat(
     default_system_with_tools="You are Kimi, an AI assistant created by Moonshot AI.",
     tools_first=("<|im_system|>tool_declare<|im_middle|>", "<|im_end|>"),
     tool_style="json-list",
+    json_separators=(",", ":"),
     result_open="## Return of {id}\n",
     result_close="",
     results_share_message=False,
@@ -170,7 +171,6 @@ KIMI_K2_5 = replace(
     KIMI_K2,
     name="kimi-k2.5",
     signature="<think></think>",
-    json_separators=(",", ":"),
     think=ThinkFormat(
         open="<think>", close="</think>", kept_since="answer", when_empty="always", dropped="<think></think>"
     ),

@@ -35,7 +35,7 @@ def test_the_fact_is_out_of_sight_when_it_is_needed(script, quick, on_full):
         assert set(rollout.events) <= {"context_cut"}
         numbers[rollout.stats.num_summaries] += 1
         last = tokenizer.decode(rollout.segments[-1].token_ids.tolist())
-        assert f"{task.meta['asked']} = {task.meta['value']!r}\n" not in last
+        assert f"# {task.meta['asked']} {task.meta['value']}\n" not in last
         assert max(len(segment.token_ids) for segment in rollout.segments) <= config.model.max_position_embeddings
     # one summary in a part of the tasks, several in others
     assert set(numbers) == ({1, 2} if on_full == "summarize" else {0})
@@ -50,9 +50,9 @@ def test_the_word_of_a_window_weighs_most(script):
     windows = [w for _ in range(20) for w in scripted_examples(rng, TinyTemplate(tokenizer), limits, recall)]
     heavy = [w.token_ids[w.weights == recall.word_weight].tolist() for w in windows]
     assert {len(ids) for ids in heavy} == {1}
-    assert {tokenizer.decode(ids) for ids in heavy} <= set(WORDS)
+    assert {tokenizer.decode(ids).strip() for ids in heavy} <= set(WORDS)
     said = [tokenizer.decode(w.token_ids[w.weights >= 1].tolist()) for w in windows]
-    assert all(re.search(r":\w+<\|end\|>$|<\|sep\|>'\w+'<\|end\|>$", text) for text in said)
+    assert all(re.search(r" \w+ \w+<\|end\|>$|<\|sep\|>'\w+'<\|end\|>$", text) for text in said)
     assert {float(x) for w in windows for x in w.weights} == {np.float32(recall.prompt_weight), 1.0, recall.word_weight}
 
 
@@ -111,10 +111,10 @@ def test_chains_are_described_by_their_spans(script):
         )
 
     rollouts = (
-        rollout(["core.py:fox<|end|>"], passed=True),
-        rollout(["core.py:oak<|end|>", "core.py:fox<|end|>"], last="1 blue = 'fox'\n"),
-        rollout([], last="1 blue = 'oak'\n", thinking=4),
-        rollout(["core.py:fo<|end|>"]),
+        rollout(["core.py blue fox<|end|>"], passed=True),
+        rollout(["core.py blue oak<|end|>", "core.py blue fox<|end|>"], last="1 # blue fox\n"),
+        rollout([], last="1 # blue oak\n", thinking=4),
+        rollout(["core.py blue fo<|end|>"]),
     )
     figures = script.chain_figures([Group(task=task, rollouts=rollouts)], tokenizer)
     assert figures == {
@@ -134,13 +134,14 @@ def test_a_study_of_seconds(script, tmp_path):
     config = replace(
         base,
         model=replace(base.model, hidden_size=32, num_hidden_layers=2, n_routed_experts=2),
+        drill=replace(base.drill, num_steps=2, schedule_steps=2, batch_size=4),
         sft=replace(base.sft, num_steps=3, schedule_steps=3, batch_size=6),
         rl=replace(base.rl, num_steps=2, prompts_per_step=2, group_size=2),
         num_tasks=3,
         num_samples=2,
     )
     with Console("quiet") as console:
-        figures = script.study(tmp_path, config, None, console)
+        figures = script.study(tmp_path, config, console)
         names = [f"{kind}_{arm}" for kind in ("success", "seconds") for arm in script.ARMS]
         names += [
             f"trained_minus_{arm}{end}" for arm in ("truncation", "untrained") for end in ("", "_ci_low", "_ci_high")
@@ -159,28 +160,13 @@ def test_a_study_of_seconds(script, tmp_path):
         assert first["trained"] == first["untrained"]
         # finished arms are read, not run again
         made = {path: path.stat().st_mtime_ns for path in (tmp_path / "arms").iterdir()}
-        again = script.study(tmp_path, config, None, console)
+        again = script.study(tmp_path, config, console)
         assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "arms").iterdir()}
         assert {**again, "seconds": 0} == {**figures, "seconds": 0}
         with pytest.raises(ValueError, match="another --out"):
-            script.study(tmp_path, replace(config, num_tasks=4), None, console)
+            script.study(tmp_path, replace(config, num_tasks=4), console)
 
 
-def test_a_finished_run_can_be_the_start(script, smoke_start, tmp_path):
-    base = script.Settings(num_tasks=20)
-    config = replace(base, sft=replace(base.sft, num_steps=1, schedule_steps=1, batch_size=2))
-    start, one, two = (tmp_path / name for name in ("run", "one", "two"))
-    script.make_tokenizer(config.recall).save(start.mkdir() or start)
-    shape = replace(base.model, hidden_size=32, vocab_size=script.VOCAB_SIZE)
-    model = script.Transformer(shape)
-    script.init_weights(model, 3)
-    script.save_model(start / "models" / "sft", model)
-    with Console("quiet") as console:
-        script.make_start(one, config, start, console)
-        made = script.load_model(one / "models" / "sft")
-        assert (made.config, (one / "tokenizer.json").read_bytes()) == (shape, (start / "tokenizer.json").read_bytes())
-        moved = (made.lm_head.weight - model.lm_head.weight).abs().max()
-        assert 0 < moved < 0.01  # a step from there, no fresh weights
-        # a tokenizer under which a file does not fit an answer is refused, not trained on
-        with pytest.raises(ValueError, match="the start's tokenizer leads to"):
-            script.make_start(two, config, smoke_start, console)
+def test_a_tokenizer_under_which_turns_do_not_fit_is_refused(script, fakes):
+    with pytest.raises(ValueError, match=r"the tokenizer leads to .*, accepted is one with shorter texts"):
+        script.check_sizes(script.Settings(num_tasks=2), TinyTemplate(fakes.ByteTokenizer()))

@@ -1,12 +1,13 @@
 """Tasks that hide one early fact: a word is read in the first file, and written into the last one, windows later.
 
 In: an explicit `random.Random` and a `RecallConfig`. Out: a `Task`; with a template and limits, the windows of an
-episode that a script plays in the real harness, to imitate.
+episode that a script plays in the real harness, to imitate, or a drill of looking facts up.
 
-    instruction   core.py blue                        the first file, and the name whose word is asked for
-    first file    red = 'oak', blue = 'fox', …, #util.py    several facts; the comment names the file to read next
-    fillers       seed = 'ink', …, #main.py           words that nobody asks for; short or long
-    last file     blue = None                         must become blue = 'fox'; the hidden test compares the word
+    instruction   core.py blue                   the first file, and the name whose word is asked for
+    first file    # red oak, # blue fox, …, #util.py    several facts, and the file to read next
+    fillers       # seed ink, …, #main.py        words that nobody asks for; short or long
+    last file     blue = None                    must become blue = 'fox'; the hidden test compares the word
+    summary       main.py blue fox               where to go on, and a noted fact
 
 Every file names the next one alone, and the turns suffice for reading each file once and editing the last: nothing is
 left for a second look at the first file. What the context loses, only a summary can carry.
@@ -16,6 +17,8 @@ Choice: the words are few, so that a tiny policy knows them all; a guess is righ
 Choice: the script's first summary notes one of the facts of the first file, the right one as often as `right_frac`
 says: imitation teaches the form of a summary and the use of a noted word, and leaves what to keep to reinforcement.
 Choice: a part of the scripted episodes is short: the fact is looked up while it is still in view.
+Choice: a policy from scratch learns to look a word up by its name from drills, windows with a dozen lookups each;
+episodes have one or two, and did not teach it in five times the steps.
 Choice: no prompt shows a file. Every window begins with the prompt, so a fact in it would never be lost.
 """
 
@@ -31,6 +34,7 @@ import numpy as np
 from composer2.env.harness import EpisodeLimits, run_episode
 from composer2.env.tasks.expert import SftExample
 from composer2.env.tasks.procedural import task_hash
+from composer2.env.tools.lines import number_lines
 from composer2.types import (
     Generation,
     Grade,
@@ -42,6 +46,7 @@ from composer2.types import (
     Template,
     TestCase,
     ToolCall,
+    ToolResult,
 )
 
 FACT_NAMES = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
@@ -110,7 +115,7 @@ def recall_task(rng: random.Random, config: RecallConfig) -> Task:
         bodies.append({name: rng.choice(WORDS) for name in fillers})
     following = [f"#{path}\n" for path in paths[1:]]
     texts = [
-        "".join(f"{n} = {v!r}\n" for n, v in body.items()) + then for body, then in zip(bodies, following, strict=True)
+        "".join(f"# {n} {v}\n" for n, v in body.items()) + then for body, then in zip(bodies, following, strict=True)
     ]
     files = dict(sorted({**dict(zip(paths, texts, strict=False)), paths[-1]: f"{asked} = None\n"}.items()))
     instruction = f"{paths[0]} {asked}"
@@ -145,7 +150,11 @@ def scripted_examples(
         config = replace(config, num_fillers=0)
         limits = replace(limits, max_turns=config.num_turns, max_summaries=0)
     rollout = scripted_rollout(recall_task(rng, config), template, limits, rng, config)
-    words = [ids[0] for ids in (template.render_summary(word)[:-1] for word in WORDS) if len(ids) == 1]
+    words = [
+        ids[0]
+        for ids in (template.render_summary(form)[:-1] for word in WORDS for form in (word, f" {word}"))
+        if len(ids) == 1
+    ]
     examples = []
     for segment in rollout.segments:
         weights_T = np.where(np.isin(segment.token_ids, words), config.word_weight, 1.0)
@@ -175,6 +184,26 @@ def scripted_rollout(
     )
 
 
+def lookup_drill(rng: random.Random, template: Template, config: RecallConfig, num_lookups: int = 12) -> SftExample:
+    """A first file as the harness shows it, then names and their words: first what is asked for, then at random.
+
+    Loss weights are 1 for all words after the file and for the name asked for, else 0."""
+    task = recall_task(rng, replace(config, num_facts=rng.randint(2, config.num_facts)))
+    path, facts = task.meta["paths"][0], task.meta["facts"]
+    ids = [
+        *template.render_prompt(task),
+        *template.render_calls([ToolCall(name="read", arguments={"path": path})]),
+        *template.render_results([ToolResult(content=f"{path}\n{number_lines(task.files[path])}")]),
+    ]
+    weights = [0.0] * len(ids)
+    for index, name in enumerate([task.meta["asked"], *rng.choices(list(facts), k=num_lookups - 1)]):
+        for text, weight in ((f" {name}", float(index == 0)), (f" {facts[name]}", 1.0)):
+            piece = template.render_summary(text)[:-1]
+            ids += piece
+            weights += [weight] * len(piece)
+    return SftExample(token_ids=np.array(ids, dtype=np.int32), weights=np.array(weights, dtype=np.float32))
+
+
 class _Script:
     """A `Sampler` that reads the files in order, notes a fact in its first summary and trusts it from then on."""
 
@@ -188,12 +217,12 @@ class _Script:
         self.noted: str | None = None
 
     def _note(self) -> str:
+        asked, facts = self.task.meta["asked"], self.task.meta["facts"]
         if self.noted is None:
-            value, facts = self.task.meta["value"], self.task.meta["facts"].values()
-            wrong = [other for other in facts if other != value]
-            self.noted = value if self.rng.random() < self.config.right_frac else self.rng.choice(wrong)
+            others = [name for name in facts if name != asked]
+            self.noted = asked if self.rng.random() < self.config.right_frac else self.rng.choice(others)
         # Where to go on; once the last file is read, nowhere: what is left is the edit of the file shown last.
-        return f"{''.join(self.paths[self.num_turns : self.num_turns + 1])}:{self.noted}"
+        return f"{''.join(self.paths[self.num_turns : self.num_turns + 1])} {self.noted} {facts[self.noted]}"
 
     def _turn(self) -> ToolCall:
         self.num_turns += 1
@@ -201,7 +230,7 @@ class _Script:
             return ToolCall(name="read", arguments={"path": self.paths[self.num_turns - 1]})
         if self.limits.on_full == "truncate":
             return edit_of(self.rng.choice(WORDS))
-        return edit_of(self.task.meta["value"] if self.noted is None else self.noted)
+        return edit_of(self.task.meta["facts"][self.noted or self.task.meta["asked"]])
 
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, session: str, group: str, seed: int

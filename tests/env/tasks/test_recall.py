@@ -15,6 +15,7 @@ from composer2.env.tasks.recall import (
     WORDS,
     RecallConfig,
     edit_of,
+    lookup_drill,
     recall_task,
     scripted_examples,
     scripted_rollout,
@@ -38,9 +39,9 @@ def byte_limits(**changes):
         "max_tokens_per_turn": 16,
         "max_calls_per_turn": 1,
         "max_result_tokens": 112,
-        "max_summary_tokens": 12,
+        "max_summary_tokens": 24,
         "max_summaries": 4,
-        "context_budget": 280,
+        "context_budget": 270,
     }
     return EpisodeLimits(**(fields | changes))
 
@@ -87,8 +88,8 @@ def test_the_way_leads_through_every_file_and_only_the_first_one_tells():
         assert named == {path: [then] for path, then in pairwise(paths)} | {paths[-1]: []}
         assert task.instruction == f"{paths[0]} {asked}"
         assert task.recent_files == ()
-        assert f"{asked} = {value!r}\n" in task.files[paths[0]]
-        assert not any(re.search(rf"\b{asked} = '", task.files[path]) for path in paths[1:])
+        assert f"# {asked} {value}\n" in task.files[paths[0]]
+        assert not any(re.search(rf"# {asked} ", task.files[path]) for path in paths[1:])
         # as many turns as files and one edit: a second look at the first file would cost the edit
         assert CONFIG.num_turns == len(paths) + 1
         assert set(task.tools) == {"read", "edit"}
@@ -104,7 +105,7 @@ def test_the_script_writes_what_it_noted(template, right_frac, passed):
         assert (dict(rollout.final_files) == {task.meta["paths"][-1]: task.reference[task.meta["paths"][-1]]}) == passed
         assert rollout.events == {}
         last = template.tokenizer.decode(rollout.segments[-1].token_ids.tolist())
-        assert f"{task.meta['asked']} = {task.meta['value']!r}\n" not in last
+        assert f"# {task.meta['asked']} {task.meta['value']}\n" not in last
         numbers[rollout.stats.num_summaries] += 1
     assert min(numbers) >= 1
     assert len(numbers) > 1
@@ -116,14 +117,14 @@ def test_later_summaries_carry_what_the_first_one_noted(template):
     for index, task in enumerate(tasks(400, config)):
         rollout = scripted_rollout(task, template, byte_limits(), random.Random(index), config)
         noted = [
-            template.tokenizer.decode(segment.token_ids[span.start : span.stop].tolist()).split(":")[1]
+            template.tokenizer.decode(segment.token_ids[span.start : span.stop].tolist()).split(" ", 1)[1]
             for segment in rollout.segments
             for span in segment.spans
             if span.kind is SpanKind.SUMMARY
         ]
         assert len({text.removesuffix("<|end|>") for text in noted}) == 1
-        value = noted[0].removesuffix("<|end|>")
-        assert value in task.meta["facts"].values()
+        name, value = noted[0].removesuffix("<|end|>").split()
+        assert task.meta["facts"][name] == value
         right.append(value == task.meta["value"])
     assert abs(np.mean(right) - 0.4) < 3 * np.sqrt(0.4 * 0.6 / 400)
 
@@ -136,7 +137,7 @@ def test_where_the_harness_cuts_the_fact_is_gone_and_the_script_guesses(template
         assert rollout.stats.num_summaries == 0
         assert rollout.events["context_cut"] >= 1
         last = template.tokenizer.decode(rollout.segments[-1].token_ids.tolist())
-        assert f"{task.meta['asked']} = {task.meta['value']!r}\n" not in last
+        assert f"# {task.meta['asked']} {task.meta['value']}\n" not in last
         guesses.append(next(iter(rollout.final_files.values())) == task.reference[task.meta["paths"][-1]])
     assert np.mean(guesses) < 1 / 32 + 4 * np.sqrt(1 / 32 / 300)
 
@@ -158,7 +159,26 @@ def test_examples_weigh_what_a_policy_would_sample(template):
     )
     whole = template.tokenizer.decode(short.token_ids.tolist())
     asked = re.search(r"^<\|task\|>\w+.py (\w+)<", whole)[1]
-    assert said.endswith(re.search(rf" {asked} = ('\w+')\n", whole)[1] + "<|end|>")
+    assert said.endswith("'" + re.search(rf"# {asked} (\w+)\n", whole)[1] + "'<|end|>")
+
+
+def test_a_drill_shows_a_file_and_asks_for_its_words(template):
+    rng = random.Random(0)
+    for _ in range(50):
+        drill = lookup_drill(rng, template, CONFIG, num_lookups=5)
+        text = template.tokenizer.decode(drill.token_ids.tolist())
+        window, pairs = text[: text.rindex("<|agent|>")], text[text.rindex("<|agent|>") + len("<|agent|>") :].split()
+        path, asked = re.match(r"<\|task\|>(\w+\.py) (\w+)<\|agent\|><\|read\|>", window).groups()
+        assert f"<|result|>{path}\n" in window
+        facts = dict(re.findall(r"# (\w+) (\w+)\n", window))
+        assert 2 <= len(facts) <= CONFIG.num_facts
+        names, words = pairs[::2], pairs[1::2]
+        assert (len(names), names[0]) == (5, asked)
+        assert words == [facts[name] for name in names]
+        # what is trained: the name asked for, and every word
+        taught = template.tokenizer.decode(drill.token_ids[drill.weights == 1].tolist())
+        assert taught == "".join(f" {part}" for part in (asked, *words))
+        assert set(np.unique(drill.weights).tolist()) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(
