@@ -10,8 +10,8 @@ turns do not suffice for a second look. All arms start from one policy, fine-tun
 scripted episodes of both harnesses, in which summaries note any of the facts; they take the same number of steps on the
 same tasks and are evaluated on the same held-out tasks.
 
-In: nothing. Out: `DIR/self_summary_study.json` (flat figures), `curves.jsonl` (one line a step) and `self_summary_study.png`; exit
-code 0 when every arm was run to its end. An interrupted study goes on with the first arm that is not finished.
+In: nothing. Out: `DIR/self_summary_study.json` (flat figures), `curves.jsonl` (one line a step) and a `.png`; exit code
+0 when every arm was run to its end. An interrupted study goes on with the first arm that is not finished.
 
     success_ARM, start_success[_truncation]     share of episodes that wrote the asked word, mean of tasks and seeds
     trained_minus_{truncation,untrained}[_ci_*] paired over tasks, 95 % bootstrap
@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,10 @@ import torch
 
 from composer2.config import load_config, save_config
 from composer2.env.harness import EpisodeLimits
-from composer2.env.tasks.recall import (
-    WORDS,
-    RecallConfig,
-    lookup_drill,
-    recall_task,
-    scripted_examples,
-    scripted_rollout,
-)
+from composer2.env.tasks.recall import WORDS, RecallConfig, drill, recall_task, scripted_examples, scripted_rollout
 from composer2.env.template import TinyTemplate
 from composer2.env.tools.lines import number_lines
-from composer2.log import Console
+from composer2.log import Console, Stage
 from composer2.model.checkpoint.native import load_model, save_model
 from composer2.model.config import ModelConfig
 from composer2.model.pretrain.config import SftConfig
@@ -78,21 +72,16 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "untrained": {"on_full": "summarize", "train_summaries": False},
     "truncation": {"on_full": "truncate", "train_summaries": True},
 }
+CURVES = ("pass_rate", "entropy", "grad_norm", "summaries", "mismatch_p99")
 TOKENIZER_TASKS, VOCAB_SIZE = 400, 512
 
 
 def episode_limits(recall: RecallConfig) -> EpisodeLimits:
-    """Room for one or two files beside the prompt; a long filler with its line numbers has 48 tokens."""
+    """Room for one or two files beside the prompt."""
     return EpisodeLimits(
-        max_turns=recall.num_turns,
-        max_tokens_per_turn=12,
-        max_calls_per_turn=1,
-        max_result_tokens=52,
-        context_budget=132,
-        max_summaries=4,
-        max_summary_tokens=8,
-        run_timeout=0.05,
-    )
+        max_turns=recall.num_turns, max_tokens_per_turn=12, max_calls_per_turn=1, max_result_tokens=52,
+        context_budget=132, max_summaries=4, max_summary_tokens=8, run_timeout=0.05,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +129,6 @@ def held_out_tasks(config: Settings) -> list[Task]:
     return [recall_task(random.Random(stable_seed("held-out", n)), config.recall) for n in range(config.num_tasks)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The common start
-
-
 def make_start(folder: Path, config: Settings, console: Console) -> None:
     """Tokenizer and fine-tuned policy in `folder`, made unless they are there; resumes where it was interrupted."""
     if (folder / "sft.json").exists():
@@ -156,28 +141,24 @@ def make_start(folder: Path, config: Settings, console: Console) -> None:
     model = Transformer(replace(config.model, vocab_size=tokenizer.vocab_size))
     init_weights(model, 0)
     tokens = 0
-    phases = {
-        "drill": (config.drill, drills_at, "looking facts up"),
-        "sft": (config.sft, examples_at, "scripted episodes of both harnesses"),
-    }
-    for name, (phase, examples, detail) in phases.items():
-        with console.stage(name, total=phase.num_steps, detail=detail) as stage:
+    for name, phase, examples in (("drill", config.drill, drills_at), ("sft", config.sft, examples_at)):
+        with console.stage(name, total=phase.num_steps) as stage:
             result = run_sft(
                 model,
-                lambda step, examples=examples: examples(step, config, template),  # type: ignore[misc]
+                partial(examples, config=config, template=template),
                 phase,
                 pad_id=tokenizer.special_id("pad"),
                 mtp=None,
-                control=RunControl(
-                    folder=folder / "checkpoints" / name,
-                    on_step=lambda metrics, stage=stage: stage.update(  # type: ignore[misc]
-                        int(metrics["step"]), loss=float(metrics["loss"])
-                    ),
-                ),
+                control=RunControl(folder=folder / "checkpoints" / name, on_step=partial(show, stage)),
             )
         tokens += result.tokens
     save_model(folder / "models" / "sft", model)
     write_json(folder / "sft.json", {"sft_tokens": tokens})
+
+
+def show(stage: Stage, metrics: Mapping[str, Any]) -> None:
+    """A step of fine-tuning on the console."""
+    stage.update(int(metrics["step"]), loss=float(metrics["loss"]))
 
 
 def make_tokenizer(recall: RecallConfig) -> Tokenizer:
@@ -218,8 +199,8 @@ def examples_at(step: int, config: Settings, template: TinyTemplate) -> list[Exa
 def drills_at(step: int, config: Settings, template: TinyTemplate) -> list[Example]:
     """The drills of one step."""
     rng = random.Random(stable_seed("drill", step))
-    drills = [lookup_drill(rng, template, config.recall) for _ in range(config.drill.batch_size)]
-    return [(drill.token_ids, drill.weights) for drill in drills]
+    found = (drill(rng, template, config.recall) for _ in range(config.drill.batch_size))
+    return [(window.token_ids, window.weights) for window in found]
 
 
 def run_arm(out: Path, config: Settings, arm: str, seed: int, console: Console) -> dict[str, Any]:
@@ -241,8 +222,7 @@ def run_arm(out: Path, config: Settings, arm: str, seed: int, console: Console) 
 
     def on_step(done: int, metrics: dict[str, Any], groups: Sequence[Group]) -> None:
         assert held_out.isdisjoint(group.task.task_id for group in groups)
-        names = ("pass_rate", "entropy", "grad_norm", "summaries", "mismatch_p99")
-        steps.append({name: float(metrics.get(name, 0.0)) for name in names})
+        steps.append({name: float(metrics.get(name, 0.0)) for name in CURVES})
         stage.update(done, passed=steps[-1]["pass_rate"], entropy=steps[-1]["entropy"])
 
     with (
@@ -251,20 +231,14 @@ def run_arm(out: Path, config: Settings, arm: str, seed: int, console: Console) 
     ):
         before = evaluate(pool, tasks, tokenizer, config.num_samples)
         loop = RLLoop(
-            model,
-            make_optimizer(model, rl),
-            rl,
-            pool=pool,
-            sink=FolderSink(out / "weights" / f"{arm}-{seed}"),
-            task_at=lambda index: recall_task(random.Random(stable_seed("rl", seed, index)), config.recall),
-            seed=seed,
-        )
-        loop.run(  # nothing is kept of an arm that was interrupted
-            LoopHooks(
-                on_step=on_step, checkpoint=lambda done, state: None,
-                evaluate=lambda done: None, should_stop=lambda: False,
-            )
+            model, make_optimizer(model, rl), rl, pool=pool, sink=FolderSink(out / "weights" / f"{arm}-{seed}"),
+            task_at=lambda index: recall_task(random.Random(stable_seed("rl", seed, index)), config.recall), seed=seed,
         )  # fmt: skip
+        # Nothing is kept of an arm that was interrupted.
+        hooks = LoopHooks(
+            on_step=on_step, checkpoint=lambda *_: None, evaluate=lambda *_: None, should_stop=lambda: False
+        )
+        loop.run(hooks)
         after = evaluate(pool, tasks, tokenizer, config.num_samples)
     return {"start": before, "end": after, "steps": steps, "seconds": time.perf_counter() - started}
 

@@ -184,7 +184,7 @@ def scripted_rollout(
     )
 
 
-def lookup_drill(rng: random.Random, template: Template, config: RecallConfig, num_lookups: int = 12) -> SftExample:
+def drill(rng: random.Random, template: Template, config: RecallConfig, num_lookups: int = 12) -> SftExample:
     """A first file as the harness shows it, then names and their words: first what is asked for, then at random.
 
     Loss weights are 1 for all words after the file and for the name asked for, else 0."""

@@ -14,8 +14,8 @@ from composer2.env.harness import EpisodeLimits
 from composer2.env.tasks.recall import (
     WORDS,
     RecallConfig,
+    drill,
     edit_of,
-    lookup_drill,
     recall_task,
     scripted_examples,
     scripted_rollout,
@@ -165,8 +165,8 @@ def test_examples_weigh_what_a_policy_would_sample(template):
 def test_a_drill_shows_a_file_and_asks_for_its_words(template):
     rng = random.Random(0)
     for _ in range(50):
-        drill = lookup_drill(rng, template, CONFIG, num_lookups=5)
-        text = template.tokenizer.decode(drill.token_ids.tolist())
+        shown = drill(rng, template, CONFIG, num_lookups=5)
+        text = template.tokenizer.decode(shown.token_ids.tolist())
         window, pairs = text[: text.rindex("<|agent|>")], text[text.rindex("<|agent|>") + len("<|agent|>") :].split()
         path, asked = re.match(r"<\|task\|>(\w+\.py) (\w+)<\|agent\|><\|read\|>", window).groups()
         assert f"<|result|>{path}\n" in window
@@ -176,9 +176,9 @@ def test_a_drill_shows_a_file_and_asks_for_its_words(template):
         assert (len(names), names[0]) == (5, asked)
         assert words == [facts[name] for name in names]
         # what is trained: the name asked for, and every word
-        taught = template.tokenizer.decode(drill.token_ids[drill.weights == 1].tolist())
+        taught = template.tokenizer.decode(shown.token_ids[shown.weights == 1].tolist())
         assert taught == "".join(f" {part}" for part in (asked, *words))
-        assert set(np.unique(drill.weights).tolist()) == {0.0, 1.0}
+        assert set(np.unique(shown.weights).tolist()) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(

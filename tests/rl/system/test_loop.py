@@ -6,7 +6,6 @@ import pytest
 
 from composer2.rl.advantage import AdvantageConfig
 from composer2.rl.reward import RewardComponent, RewardConfig
-from composer2.rl.reward import RewardComponent, RewardConfig
 from composer2.rl.system.loop import LoopHooks, LoopState, RLLoop, TaskSourceError, step_metrics
 from composer2.rl.system.weight_sync import FolderSink, read_weights
 from composer2.rl.train import RLConfig, make_optimizer
