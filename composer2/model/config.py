@@ -174,6 +174,8 @@ class ModelConfig:
         for name in ("rms_norm_eps", "rope_theta", "initializer_range", "routed_scaling_factor"):
             value = getattr(self, name)
             _require(_is_number(value) and value > 0, name, value, "a number > 0")
+        fits = self.rope_scaling is None or self.rope_theta > 1
+        _require(fits, "rope_theta", self.rope_theta, "with rope_scaling a number > 1")
         for name in ("norm_topk_prob", "tie_word_embeddings"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         layers, experts, groups = self.num_hidden_layers, self.n_routed_experts, self.n_group

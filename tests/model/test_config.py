@@ -82,6 +82,9 @@ def test_yarn_misfits_name_the_field():
         YarnConfig(factor=0.5, original_max_position_embeddings=32)
     with pytest.raises(ValueError, match=r"^beta_fast is 0\.5"):
         YarnConfig(factor=2, original_max_position_embeddings=32, beta_fast=0.5)
+    yarn = YarnConfig(factor=2, original_max_position_embeddings=32)
+    with pytest.raises(ValueError, match=r"^rope_theta is 1\.0, accepted is with rope_scaling a number > 1"):
+        ModelConfig(rope_theta=1.0, rope_scaling=yarn)
 
 
 def test_yarn_magnitudes_by_hand():

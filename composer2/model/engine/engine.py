@@ -71,6 +71,8 @@ class Engine:
             raise ValueError(f"num_pages is {num_pages}, accepted is at least one window of {pages_per_window} pages")
         if speculative and not model.mtp:
             raise ValueError("speculative is True, accepted with num_nextn_predict_layers 0 is False")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype}, accepted is a floating-point one")
         self.config, self.max_len, self.policy_version = config, max_len, policy_version
         self.speculative = speculative
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)

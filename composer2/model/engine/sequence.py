@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from composer2.types import Generation, SamplingParams
@@ -42,6 +43,9 @@ class Request:
         params = self.params
         if not self.token_ids:
             raise ValueError("Request.token_ids is empty, accepted is at least one token")
+        wrong = [token for token in self.token_ids if not isinstance(token, Integral)]
+        if wrong:
+            raise ValueError(f"Request.token_ids holds {wrong[0]!r}, accepted are integers")
         if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature < math.inf:
             accepted = f"0 (greedy) or a finite number >= {MIN_TEMPERATURE}"
             raise ValueError(f"SamplingParams.temperature is {params.temperature}, accepted is {accepted}")

@@ -242,6 +242,14 @@ def test_bad_requests_name_the_field() -> None:
         engine.submit(request([1], "a"))
 
 
+def test_token_ids_and_dtype_are_what_they_must_be() -> None:
+    with pytest.raises(ValueError, match=r"^Request.token_ids holds 2\.5, accepted are integers"):
+        Request(token_ids=(1, 2.5), params=SamplingParams(max_tokens=1), session="s")  # type: ignore[arg-type]
+    Request(token_ids=tuple(np.arange(1, 3)), params=SamplingParams(max_tokens=1), session="s")
+    with pytest.raises(ValueError, match=r"^dtype is torch.int8, accepted is a floating-point one"):
+        make_engine(dtype=torch.int8)
+
+
 def test_cancel_returns_what_was_sampled() -> None:
     engine = make_engine(num_slots=1)
     running = engine.submit(request(context(9, 10), "a", max_tokens=30))
