@@ -56,7 +56,7 @@ def open_template(
         tokenizer = Tokenizer.load(tokenizer_path)
         return TinyTemplate(tokenizer), tokenizer
     published = PublishedTokenizer.load(tokenizer_path)
-    return ChatTemplate(CHAT_FORMATS[chat.format], published, thinks=chat.thinks), published
+    return ChatTemplate(CHAT_FORMATS[chat.format], published, thinks=chat.thinks, eos_ids=chat.eos_ids), published
 
 
 def read_chat(run: Path) -> Chat | None:

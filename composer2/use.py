@@ -83,7 +83,7 @@ def _generate_published(
         template, _ = open_template(path, known or find_chat(folder, chat))
         assert isinstance(template, ChatTemplate)
         token_ids = template.render_messages([Message(role=Role.USER, content=prompt)])
-        stop_ids = (*template.stop_ids, *stop_ids)
+        stop_ids = template.stop_ids
     model = open_model(folder if known is None else newest_model(folder), device)
     ids = _continue(model, token_ids, replace(params, stop_ids=stop_ids), seed)
     return backend.decode(ids, skip_special_tokens=True)

@@ -60,12 +60,14 @@ class TurnPart:
 class ChatParser:
     """Reads turns of one format; `tools` give the types of tagged values."""
 
-    def __init__(self, form: ChatFormat, tokenizer: TokenizerLike, tools: Sequence[ToolSpec]) -> None:
-        """ValueError when a mark of the format is no token of the tokenizer."""
+    def __init__(
+        self, form: ChatFormat, tokenizer: TokenizerLike, tools: Sequence[ToolSpec], *, eos_ids: Sequence[int] = ()
+    ) -> None:
+        """`eos_ids`: further tokens that end a turn. ValueError when a mark of the format is no token."""
         self.form, self.tokenizer = form, tokenizer
         self.mark_ids = {mark: tokenizer.special_id(mark) for mark in form.marks}
         self._marks = frozenset(self.mark_ids.values())
-        self._end = self.mark_ids[form.end]
+        self.end_ids = tuple(dict.fromkeys((self.mark_ids[form.end], *eos_ids)))
         self._open, self._close = self._mark(form.calls.open), self._mark(form.calls.close)
         self._think_open = self._think_close = -1
         if form.think is not None:
@@ -82,7 +84,7 @@ class ChatParser:
     def split(self, token_ids: Sequence[int], *, starts_thinking: bool = False) -> tuple[TurnPart, ...]:
         """Parts that tile `token_ids` in order; `starts_thinking`: the prompt has opened the reasoning."""
         ids = list(token_ids)
-        stop = ids.index(self._end) if self._end in ids else len(ids)
+        stop = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
         parts: list[TurnPart] = []
         is_thinking = self.form.think is not None and (starts_thinking or self._closes_first(ids[:stop]))
         kind, start = PartKind.THINK if is_thinking else PartKind.TEXT, 0

@@ -41,19 +41,21 @@ class ChatTemplate:
         system: str = "",
         thinks: bool = True,
         tools: Sequence[ToolSpec] = tuple(TOOLS.values()),
+        eos_ids: Sequence[int] = (),
         num_cached_prompts: int = 64,
     ) -> None:
         """`tokenizer` must know every mark of the format by its text; `tools` give the types of tagged values.
 
-        `system`: text of the system message, empty for the family's default. `thinks`: let the model reason."""
+        `system`: text of the system message, empty for the family's default. `thinks`: let the model reason.
+        `eos_ids`: tokens that end a turn besides the format's own."""
         self.form, self.tokenizer = form, tokenizer
-        self._parser = ChatParser(form, tokenizer, tools)
+        self._parser = ChatParser(form, tokenizer, tools, eos_ids=eos_ids)
         self._mark_pattern = re.compile("|".join(map(re.escape, sorted(form.marks, key=len, reverse=True))))
         self._system, self._thinks = system, thinks
         opening = "".join(open_turn(form, thinks=thinks))
         self._starts_thinking = form.think is not None and opening.endswith(form.think.open)
         self._prompts = PromptCache(num_cached_prompts)
-        self.stop_ids: tuple[int, ...] = (self._parser.mark_ids[form.end],)
+        self.stop_ids: tuple[int, ...] = self._parser.end_ids
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
         """Token ids of rendered pieces: marks of `Fixed` ones become their tokens, everything else is text."""
@@ -83,7 +85,7 @@ class ChatTemplate:
         ids = list(self._prompts.get(task, self._opening))
         if summary is not None:
             ids += map(int, summary)
-            ids += () if ids[-1] in self.stop_ids else self.stop_ids
+            ids += () if ids[-1] in self.stop_ids else self.stop_ids[:1]
             ids += self.encode([Fixed(self.form.after_end), *self._user(CONTINUE)])
         return ids
 

@@ -129,3 +129,27 @@ def test_reasoning_is_kept_apart_in_the_messages(chat, fakes):
     assert rollout.stats.thinking_tokens >= len(think)
     (record,) = [m for m in rollout_record(fakes.make_task(), rollout)["messages"] if m["role"] == "assistant"]
     assert (record["reasoning"], record["content"]) == ("Look.", "Done.")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "kimi-k2"])
+def test_other_end_tokens_of_the_model_end_a_turn_too(name, chat, fakes):
+    """A model may end with the token that ends its texts: nothing is added, cut or read into the call."""
+    tokenizer, form = chat.tokenizer(), CHAT_FORMATS[name]
+    other = next(i for text, i in tokenizer.special_ids.items() if text not in form.marks)
+    template = ChatTemplate(form, tokenizer, eos_ids=(other, tokenizer.special_id(form.end)))
+    assert template.stop_ids == (tokenizer.special_id(form.end), other)
+    plain = template.render_calls([ToolCall(name="run")])
+    ended = [*plain[:-1], other]
+    assert template.parse_turn(ended) == template.parse_turn(plain)
+    rollout, sampler, _ = play(fakes, template, [ended, template.render_calls([ToolCall(name="finish")])])
+    assert rollout.events == {}
+    second = list(sampler.requests[1][0])
+    start = len(sampler.requests[0][0])
+    assert second[start : start + len(ended)] == ended
+    results = template.render_results(rollout.messages[2].tool_results)
+    assert second[start + len(ended) :] == results
+    task, summary = fakes.make_task(), template.render_summary("x")
+    prompt, whole = template.render_prompt(task), template.render_prompt(task, summary=summary)
+    assert template.render_prompt(task, summary=summary[:-1]) == whole
+    with_other = template.render_prompt(task, summary=[*summary[:-1], other])
+    assert with_other == [*prompt, *summary[:-1], other, *whole[len(prompt) + len(summary) :]]
