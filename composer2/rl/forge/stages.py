@@ -123,6 +123,10 @@ def draw_stages(
     `domain_of` and `bucket_of` are read by task id. Raises ValueError, naming stage, domain and bucket, when a stage
     needs more tasks than are left."""
     check_distinct(tasks)
+    for name, table in (("domain_of", domain_of), ("bucket_of", bucket_of)):
+        missing = [task.task_id for task in tasks if task.task_id not in table]
+        if missing:
+            raise ValueError(f"{name} lacks task {missing[0]!r}, accepted is one with every task")
     pools: dict[tuple[str, int], list[Task]] = {}
     for index in generator.permutation(len(tasks)):
         task = tasks[index]

@@ -90,6 +90,12 @@ def test_a_pool_that_does_not_last_is_an_error():
     tasks, domain_of, bucket_of = pool({(domain, bucket): 1 for domain in DOMAINS for bucket in range(3)})
     with pytest.raises(ValueError, match=r"stage 'foundation' needs more tasks of domain '\w+', difficulty bucket \d"):
         draw_stages(stages, tasks, domain_of, bucket_of, np.random.default_rng(0))
+    last = tasks[-1].task_id
+    for name, table in (("domain_of", domain_of), ("bucket_of", bucket_of)):
+        tables = {"domain_of": domain_of, "bucket_of": bucket_of}
+        tables[name] = {key: value for key, value in table.items() if key != last}
+        with pytest.raises(ValueError, match=f"^{name} lacks task '{last}', accepted"):
+            draw_stages(stages, tasks, generator=np.random.default_rng(0), **tables)
 
 
 def test_errors():
