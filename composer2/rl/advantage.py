@@ -72,11 +72,15 @@ def counts_in_group(rollout: Rollout) -> bool:
 
 
 def group_advantages(rewards_G: np.ndarray, counts_G: np.ndarray, config: AdvantageConfig) -> np.ndarray:
-    """float64 [G] advantages; 0 where `counts_G` (bool [G]) is False, and everywhere in a degenerate group."""
+    """float64 [G] advantages; 0 where `counts_G` (bool [G]) is False, and everywhere in a degenerate group.
+
+    One group a call. ValueError for rewards of another shape, or counted ones that are not finite."""
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     counts_G = np.asarray(counts_G, dtype=bool)
     if rewards_G.shape != counts_G.shape:
         raise ValueError(f"counts_G has shape {counts_G.shape}, accepted is that of rewards_G: {rewards_G.shape}")
+    if rewards_G.ndim != 1:
+        raise ValueError(f"rewards_G has shape {rewards_G.shape}, accepted is [G]: one group, which has one baseline")
     counted = rewards_G[counts_G]
     if not np.isfinite(counted).all():
         raise ValueError(f"rewards_G holds {counted.tolist()}, accepted are finite numbers")

@@ -57,9 +57,12 @@ def plan_ranks(
 ) -> BalancedPlan:
     """Every index exactly once; at most `max_tokens` tokens a micro-batch; equal micro-batch counts, at least 1.
 
-    Raises ValueError for a sequence that is empty or longer than `max_tokens`."""
+    `lengths`: tokens, integers. Raises ValueError for other numbers and for a sequence that is empty or longer than
+    `max_tokens`."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, accepted is >= 1")
+    if len(lengths) and not np.issubdtype(np.asarray(lengths).dtype, np.integer):
+        raise ValueError(f"lengths has dtype {np.asarray(lengths).dtype}, accepted are integers")
     lengths_N = np.asarray(lengths, dtype=np.int64)
     for wrong in np.flatnonzero((lengths_N < 1) | (lengths_N > max_tokens))[:1]:
         raise ValueError(f"sequence {wrong} has {lengths_N[wrong]} tokens, accepted is 1..max_tokens = {max_tokens}")
@@ -215,11 +218,17 @@ def dummy_sample(like: Sample) -> Sample:
 def rank_batches(samples: Sequence[Sample], plan: BalancedPlan, rank: int, *, pad_id: int = 0) -> list[Batch]:
     """The micro-batches of one rank, one row each; `samples` are those of the whole step, in the order of the plan.
 
-    Raises ValueError for a step of more than one temperature, and for a step without samples."""
+    Raises ValueError for a step of more than one temperature, for a step without samples, for another number of
+    samples than the plan places, and for a rank that it lacks."""
     if not samples:
         raise ValueError("samples is empty, accepted is a step with at least one sample (the dummy row copies it)")
     temperatures = {sample.temperature for sample in samples}
     if len(temperatures) != 1:
         raise ValueError(f"Sample.temperature takes the values {sorted(temperatures)}, accepted is one per step")
+    planned = sum(len(part) for parts in plan.micro_batches for part in parts)
+    if planned != len(samples):
+        raise ValueError(f"samples holds {len(samples)}, accepted are as many as the plan places: {planned}")
+    if not 0 <= rank < len(plan.micro_batches):
+        raise ValueError(f"rank is {rank}, accepted is 0..{len(plan.micro_batches) - 1}")
     dummy = dummy_sample(samples[0])
     return [fill([[samples[index] for index in part] or [dummy]], pad_id=pad_id) for part in plan.micro_batches[rank]]

@@ -52,9 +52,14 @@ class KLConfig:
 
 def estimate(estimator: Estimator, policy_logprobs: Array, reference_logprobs: Array) -> Array:
     """Elementwise estimate, in nats, of KL(policy || reference) at tokens drawn from the policy; numpy arrays or torch
-    tensors of any shape.
+    tensors of any shape, the same for both (else ValueError: broadcasting would pair tokens that do not belong).
 
     Differentiable in torch, for tests and comparisons; training uses the values only (see the top of the file)."""
+    if np.shape(policy_logprobs) != np.shape(reference_logprobs):
+        raise ValueError(
+            f"reference_logprobs has shape {tuple(np.shape(reference_logprobs))}, accepted is that of policy_logprobs: "
+            f"{tuple(np.shape(policy_logprobs))}"
+        )
     log_ratio = reference_logprobs - policy_logprobs
     if estimator == "k1":
         return -log_ratio
@@ -110,14 +115,17 @@ def chain_kl_advantages(
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of softmax(logits) over the last dimension, [..., V] -> [...], computed in at least float32."""
+    """Entropy in nats of softmax(logits) over the last dimension, [..., V] -> [...], computed in at least float32.
+
+    A logit of -inf (a token that is masked out) adds 0."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    log_probs = torch.log_softmax(wide, dim=-1)
-    return -(log_probs.exp() * log_probs).sum(dim=-1)
+    return torch.special.entr(torch.softmax(wide, dim=-1)).sum(dim=-1)
 
 
 def exact_kl(policy_logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tensor:
-    """KL(policy || reference) of two categoricals over the last dimension, no sampling: [..., V] -> [...]."""
+    """KL(policy || reference) of two categoricals over the last dimension, no sampling: [..., V] -> [...], in nats.
+
+    Logits of one shape, finite."""
     log_q = torch.log_softmax(policy_logits, dim=-1)
     log_p = torch.log_softmax(reference_logits, dim=-1)
     return (log_q.exp() * (log_q - log_p)).sum(dim=-1)

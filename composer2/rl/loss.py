@@ -77,21 +77,25 @@ class LossConfig:
 
 
 def loss_denominator(config: LossConfig, *, num_rollouts_planned: int, num_tokens: int | None = None) -> float:
-    """The divisor of every micro-batch of one step. `num_tokens`: trained tokens of the whole step, over all ranks."""
+    """The divisor of every micro-batch of one step. `num_tokens`: trained tokens of the whole step, over all ranks;
+    only the normaliser `tokens` reads it, and a step without any divides by 1. ValueError for a smaller count."""
     if config.normaliser == "constant":
         if num_rollouts_planned < 1:
             raise ValueError(f"num_rollouts_planned is {num_rollouts_planned}, accepted is >= 1")
         return num_rollouts_planned * config.norm_length
     if num_tokens is None:
         raise ValueError("num_tokens is None, accepted is the count of trained tokens when normaliser is 'tokens'")
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens is {num_tokens}, accepted is >= 0")
     return float(max(num_tokens, 1))
 
 
 def token_logprobs(
     logits_BTV: torch.Tensor, token_ids_BT: torch.Tensor, temperature: float = 1.0, *, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each token given those before it: (float32 [B, T], detached entropy [B, T] or None).
+    """Log-prob of each token given those before it, in nats: (float32 [B, T], detached entropy [B, T] or None).
 
+    `logits_BTV`: any float dtype; `token_ids_BT`: an integer dtype, ids below V. ValueError for shapes that differ.
     Index t belongs to token t and is read from the logits at t - 1; index 0 is 0. At the first token of a later
     document in a packed row the value is meaningless, and no loss mask may select it."""
     logprobs_BS, entropy_BS = target_logprobs(
@@ -107,9 +111,14 @@ def target_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log softmax(logits / temperature) at `targets`, [..., V] and [...] -> [...], in float32 (float64 stays).
 
-    Temperature 0 (greedy sampling) is scored at 1, as the sampler reports it."""
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, accepted is >= 0")
+    Temperature 0 (greedy sampling) is scored at 1, as the sampler reports it. ValueError for shapes that differ, which
+    would be cut or broadcast."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, accepted is a finite number >= 0")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, accepted is logits without V: {tuple(logits.shape[:-1])}"
+        )
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if temperature not in (0.0, 1.0):
         wide = wide / temperature
@@ -135,6 +144,23 @@ def check_finite(trained: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} holds {float(wrong[0])} at a trained token, accepted are finite numbers")
 
 
+def check_fields(logprobs_BT: torch.Tensor, batch: BatchTensors, entropy_BT: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless all of them are [B, T], the mask bool and the log-probs float32 or float64.
+
+    A trailing dimension of 1 would multiply every token by every other, an integer mask would pick rows, and bfloat16
+    keeps 8 bits: a log-prob of -5 is off by up to .016, and a sum of 257 tokens is 256."""
+    mask = batch.loss_mask
+    if mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask has dtype {mask.dtype}, accepted is torch.bool")
+    fields = {"logprobs_BT": logprobs_BT, "entropy_BT": entropy_BT}
+    fields |= {name: getattr(batch, name) for name in ("advantages", "behaviour_logprobs", "document_ids")}
+    for name, values in fields.items():
+        if values is not None and values.shape != mask.shape:
+            raise ValueError(f"{name} has shape {tuple(values.shape)}, accepted is [B, T] = {tuple(mask.shape)}")
+    if logprobs_BT.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"logprobs_BT has dtype {logprobs_BT.dtype}, accepted is torch.float32 or torch.float64")
+
+
 def policy_loss(
     logprobs_BT: torch.Tensor,
     batch: BatchTensors,
@@ -144,15 +170,13 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, sums) of a micro-batch; see the top of the file. `sums` are detached totals over trained tokens.
 
-    `logprobs_BT`: [B, T] as `token_logprobs` gives them, `entropy_BT` likewise. Add the sums of all micro-batches and
-    call `mean_metrics`. ValueError for a shape, denominator or loss mask that does not fit, and for a trained token
+    `logprobs_BT`: float32 or float64 [B, T] as `token_logprobs` gives them, `entropy_BT` likewise. `denominator`: that
+    of `loss_denominator`, the same for every micro-batch of the step. Hand the sums of all micro-batches to
+    `mean_metrics`. ValueError for a shape, dtype, denominator or loss mask that does not fit, and for a trained token
     whose log-probs or advantage are not finite."""
     if not (np.isfinite(denominator) and denominator > 0):
         raise ValueError(f"denominator is {denominator}, accepted is a finite number > 0")
-    if logprobs_BT.shape != batch.loss_mask.shape:
-        raise ValueError(
-            f"logprobs_BT has shape {tuple(logprobs_BT.shape)}, accepted is [B, T] = {tuple(batch.loss_mask.shape)}"
-        )
+    check_fields(logprobs_BT, batch, entropy_BT)
     check_loss_mask(batch)
     mask = batch.loss_mask
     # Gathering the trained tokens first keeps masked values, infinities included, out of the arithmetic altogether.

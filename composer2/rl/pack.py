@@ -109,9 +109,38 @@ def plan_rows(lengths: Sequence[int], *, row_length: int, rows_per_batch: int, c
     ]
 
 
-def pack(samples: Sequence[Sample], *, row_length: int, rows_per_batch: int, pad_id: int = 0) -> list[Batch]:
-    """Micro-batches holding every sample once. Samples of different temperature never share a micro-batch."""
+PER_TOKEN = {
+    "token_ids": np.integer,
+    "loss_mask": np.bool_,
+    "advantages": np.number,
+    "behaviour_logprobs": np.number,
+    "policy_versions": np.integer,
+}
+"""Fields of a `Sample` with one value a token, and the kind of each."""
+
+
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Raise ValueError unless every field has one value a token, of its kind: copies would broadcast, round or cast."""
     common_shape(samples)
+    for index, sample in enumerate(samples):
+        for name, kind in PER_TOKEN.items():
+            values = np.asarray(getattr(sample, name))
+            if values.shape != (len(sample.token_ids),):
+                raise ValueError(
+                    f"sample {index}: {name} has shape {values.shape}, accepted is one a token: "
+                    f"({len(sample.token_ids)},)"
+                )
+            if not np.issubdtype(values.dtype, kind):
+                raise ValueError(f"sample {index}: {name} has dtype {values.dtype}, accepted is {kind.__name__}")
+        if not 0 <= sample.temperature < np.inf:
+            raise ValueError(f"sample {index}: temperature is {sample.temperature}, accepted is a finite number >= 0")
+
+
+def pack(samples: Sequence[Sample], *, row_length: int, rows_per_batch: int, pad_id: int = 0) -> list[Batch]:
+    """Micro-batches holding every sample once. Samples of different temperature never share a micro-batch.
+
+    ValueError for a sample without tokens, with a trained first token, or that `check_samples` refuses."""
+    check_samples(samples)
     for index, sample in enumerate(samples):
         if len(sample.loss_mask) and sample.loss_mask[0]:
             raise ValueError(
@@ -128,6 +157,7 @@ def pack(samples: Sequence[Sample], *, row_length: int, rows_per_batch: int, pad
 def fill(rows: Sequence[Sequence[Sample]], *, pad_id: int = 0) -> Batch:
     """One micro-batch from the samples of each row, left to right, as wide as the longest row."""
     samples = [sample for row in rows for sample in row]
+    check_samples(samples)
     shape_LK = common_shape(samples)
     temperatures = {sample.temperature for sample in samples}
     if len(temperatures) != 1:

@@ -161,3 +161,9 @@ def test_config_errors(fields, message):
 def test_rewards_must_be_finite():
     with pytest.raises(ValueError, match="finite"):
         group_advantages(np.array([1.0, np.nan]), np.ones(2, bool), AdvantageConfig())
+
+
+def test_several_groups_in_one_array_are_refused():
+    """They would share one baseline."""
+    with pytest.raises(ValueError, match=r"rewards_G has shape \(2, 2\), accepted is \[G\]"):
+        group_advantages(np.array([[1, 0], [5, 5]]), np.ones((2, 2), bool), AdvantageConfig())

@@ -171,3 +171,16 @@ def test_errors(build):
         rank_batches(mixed, plan_ranks([4, 4], num_ranks=1, max_tokens=8), 0)
     with pytest.raises(ValueError, match="samples is empty"):
         rank_batches([], plan_ranks([], num_ranks=1, max_tokens=8), 0)
+
+
+def test_a_plan_of_other_samples_is_refused(build):
+    """More samples than planned would go untrained, and rank -1 would be the last one."""
+    plan = plan_ranks([4, 4], num_ranks=2, max_tokens=8)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"samples holds {count}, accepted are as many as the plan places: 2"):
+            rank_batches([build.sample(4)] * count, plan, 0)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=rf"rank is {rank}, accepted is 0\.\.1"):
+            rank_batches([build.sample(4)] * 2, plan, rank)
+    with pytest.raises(ValueError, match="lengths has dtype float64, accepted are integers"):
+        plan_ranks([1.7, 2.2], num_ranks=1, max_tokens=8)

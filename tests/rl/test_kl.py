@@ -145,3 +145,10 @@ def test_errors():
 def test_arrays_that_do_not_fit_a_chain_are_refused(behaviour, reference, mask, message):
     with pytest.raises(ValueError, match=message):
         chain_kl_advantages([behaviour], [reference], [mask], KLConfig(weight=1.0))
+
+
+def test_masked_logits_and_arrays_of_unlike_shapes():
+    masked = torch.tensor([0.0, 0.0, -torch.inf])
+    assert float(entropy(masked)) == pytest.approx(np.log(2))  # 0 log 0 is 0
+    with pytest.raises(ValueError, match=r"reference_logprobs has shape \(3,\), accepted is .*: \(3, 1\)"):
+        estimate("k1", np.zeros((3, 1)), np.zeros(3))

@@ -1,6 +1,7 @@
 """The loss against hand calculation, finite sums and a real tiny model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -283,3 +284,33 @@ def test_logprobs_of_another_shape_are_refused(build):
     batch = to_tensors(pack([build.sample(3, num_sampled=1)], row_length=3, rows_per_batch=1)[0])
     with pytest.raises(ValueError, match=r"logprobs_BT has shape \(1, 2\), accepted is \[B, T\] = \(1, 3\)"):
         policy_loss(torch.zeros(1, 2), batch, LossConfig(), 1.0)
+
+
+@pytest.mark.parametrize("field", ["advantages", "behaviour_logprobs", "document_ids"])
+def test_a_trailing_dimension_does_not_multiply_every_token_by_every_other(build, field):
+    """[N] times [N, 1] would be [N, N]: three trained tokens gave three times their loss."""
+    batch = to_tensors(pack([build.sample(5, num_sampled=3)], row_length=5, rows_per_batch=1)[0])
+    wrong = replace(batch, **{field: getattr(batch, field)[..., None]})
+    with pytest.raises(ValueError, match=rf"{field} has shape \(1, 5, 1\), accepted is \[B, T\] = \(1, 5\)"):
+        policy_loss(torch.full((1, 5), -1.0), wrong, LossConfig(), 1.0)
+    with pytest.raises(ValueError, match=r"entropy_BT has shape \(1, 4\)"):
+        policy_loss(torch.full((1, 5), -1.0), batch, LossConfig(), 1.0, torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_logprobs_too_coarse_for_a_ratio_are_refused(build, dtype):
+    batch = to_tensors(pack([build.sample(5)], row_length=5, rows_per_batch=1)[0])
+    with pytest.raises(ValueError, match=rf"logprobs_BT has dtype {dtype}, accepted is torch.float32"):
+        policy_loss(torch.full((1, 5), -1, dtype=dtype), batch, LossConfig(), 1.0)
+    with pytest.raises(ValueError, match=r"loss_mask has dtype torch.int64, accepted is torch.bool"):
+        policy_loss(torch.full((1, 5), -1.0), replace(batch, loss_mask=batch.loss_mask.long()), LossConfig(), 1.0)
+
+
+def test_what_would_be_cut_or_broadcast_is_refused():
+    with pytest.raises(ValueError, match=r"targets has shape \(1, 2\), accepted is logits without V: \(2, 2\)"):
+        token_logprobs(torch.zeros(2, 3, 4), torch.zeros(1, 3, dtype=torch.int64))
+    for temperature in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"temperature is {temperature}, accepted is a finite number >= 0"):
+            target_logprobs(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), temperature)
+    with pytest.raises(ValueError, match="num_tokens is -5, accepted is >= 0"):
+        loss_denominator(LossConfig(normaliser="tokens"), num_rollouts_planned=1, num_tokens=-5)

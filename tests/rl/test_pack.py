@@ -131,3 +131,25 @@ def test_errors(build):
         PackCost(linear=-1)
     with pytest.raises(ValueError, match="one of them above 0"):
         PackCost(linear=0, quadratic=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("advantages", np.ones(1, np.float32), r"advantages has shape \(1,\), accepted is one a token: \(4,\)"),
+        ("loss_mask", np.zeros(1, bool), r"loss_mask has shape \(1,\)"),
+        ("behaviour_logprobs", np.zeros(3, np.float32), r"behaviour_logprobs has shape \(3,\)"),
+        ("token_ids", np.arange(4) + 0.9, "token_ids has dtype float64, accepted is integer"),
+        ("loss_mask", np.array([0, 0, 2, 1]), "loss_mask has dtype int64, accepted is bool"),
+        ("temperature", float("nan"), "temperature is nan, accepted is a finite number >= 0"),
+    ],
+)
+def test_fields_that_a_copy_would_broadcast_or_cast_are_refused(build, field, value, message):
+    """A row takes an array of one entry for all its tokens; samples at temperature nan were left out of every batch."""
+    samples = [build.sample(4), replace(build.sample(4), **{field: value})]
+    with pytest.raises(ValueError, match=f"sample 1: {message}"):
+        pack(samples, row_length=8, rows_per_batch=1)
+    with pytest.raises(ValueError, match=f"sample 1: {message}"):
+        fill([samples])
+    whole = replace(samples[0], advantages=np.array([0, 0, 1, -1]))
+    assert pack([whole], row_length=4, rows_per_batch=1)[0].advantages.tolist() == [[0.0, 0.0, 1.0, -1.0]]
