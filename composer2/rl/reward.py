@@ -24,9 +24,11 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from numbers import Real
 from typing import cast
 
 import numpy as np
@@ -44,7 +46,7 @@ class RewardComponent:
     """One measured behaviour and what it is worth."""
 
     name: str
-    """A key of `MEASURES`, or `package.module:function` of one's own `Measure`."""
+    """A key of `MEASURES`, or `package.module:function` of one's own `Measure`, installed or on PYTHONPATH."""
     weight: float
     """Reward per unit; negative for a penalty, 0 to log only."""
     schedule: tuple[tuple[int, float], ...] = ()
@@ -56,8 +58,8 @@ class RewardComponent:
         if steps != sorted(set(steps)) or any(step < 0 for step in steps):
             raise ValueError(f"RewardComponent.schedule has steps {steps}, accepted are rising steps >= 0")
         for weight in (self.weight, *(weight for _, weight in self.schedule)):
-            if not np.isfinite(weight):
-                raise ValueError(f"RewardComponent weight of {self.name!r} is {weight}, accepted is a finite number")
+            if not (isinstance(weight, Real) and np.isfinite(weight)):
+                raise ValueError(f"RewardComponent weight of {self.name!r} is {weight!r}, accepted is a finite number")
 
     def weight_at(self, step: int) -> float:
         """The weight in force at a step."""
@@ -105,12 +107,22 @@ def score(rollout: Rollout, config: RewardConfig, step: int) -> Rollout:
     """The rollout with its reward at a training step and the raw value of every component."""
     if rollout.status is RolloutStatus.INFRASTRUCTURE:
         return replace(rollout, reward=0.0, reward_components={})
-    values = {component.name: find_measure(component.name)(rollout, config) for component in config.components}
-    for name, value in values.items():
-        if not np.isfinite(value):
-            raise ValueError(f"reward component {name!r} is {value}, accepted is a finite number")
+    values = {component.name: measured(component.name, rollout, config) for component in config.components}
     reward = sum(component.weight_at(step) * values[component.name] for component in config.components)
     return replace(rollout, reward=float(reward), reward_components=values)
+
+
+def measured(name: str, rollout: Rollout, config: RewardConfig) -> float:
+    """The value of one component. ValueError naming it, its task and the place when it fails or is no finite number."""
+    where = f"task {rollout.task_id!r}: reward component {name!r}"
+    try:
+        value = find_measure(name)(rollout, config)
+    except Exception as error:  # a measure may be anyone's code; what it raised is told, and the run ends
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"{where} raised {error!r} at {last.filename}:{last.lineno}, accepted is a number") from error
+    if not (isinstance(value, Real) and np.isfinite(value)):
+        raise ValueError(f"{where} is {value!r}, accepted is a finite number")
+    return float(value)
 
 
 def permute_rewards(group: Group, generator: np.random.Generator) -> Group:

@@ -1,12 +1,21 @@
 """Every measured behaviour by hand, weights over time, and what is logged."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from composer2.rl.length_penalty import LengthPenaltyConfig
-from composer2.rl.reward import MEASURES, RewardComponent, RewardConfig, comment_words, permute_rewards, score
+from composer2.rl.reward import (
+    MEASURES,
+    RewardComponent,
+    RewardConfig,
+    comment_words,
+    find_measure,
+    permute_rewards,
+    score,
+)
 from composer2.types import Message, Role, RolloutStats, RolloutStatus, ToolCall
 
 
@@ -170,6 +179,29 @@ def test_a_measure_of_ones_own(build, tmp_path, monkeypatch):
         score(rollout, RewardConfig(components=(RewardComponent(name="manners:broken", weight=0),)), 0)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('boom')", r"raised KeyError\('boom'\) at .*rude\.py:2, accepted is a number"),
+        ("return None", "is None, accepted is a finite number"),
+        ("return 'good'", "is 'good', accepted is a finite number"),
+        ("return [1.0, 2.0]", r"is \[1.0, 2.0\], accepted is a finite number"),
+    ],
+)
+def test_a_measure_that_fails_is_named(build, tmp_path, monkeypatch, body, message):
+    (tmp_path / "rude.py").write_text(f"def of(rollout, config):\n    {body}\ndef yes(rollout, config): return True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rude", raising=False)
+    find_measure.cache_clear()
+    with pytest.raises(ValueError, match=f"^task 't': reward component 'rude:of' {message}"):
+        score(build.rollout(), RewardConfig(components=(RewardComponent(name="rude:of", weight=1),)), 0)
+    agreed = score(build.rollout(), RewardConfig(components=(RewardComponent(name="rude:yes", weight=0.5),)), 0)
+    assert agreed.reward == 0.5
+    assert json.dumps(agreed.reward_components) == '{"rude:yes": 1.0}'
+    monkeypatch.delitem(sys.modules, "rude")
+    find_measure.cache_clear()
+
+
 def test_permuted_rewards_keep_their_multiset_and_spare_the_dead(build):
     group = build.group([float(i) for i in range(8)], lost=(2,))
     permuted = permute_rewards(group, np.random.default_rng(0))
@@ -190,6 +222,7 @@ def test_permuted_rewards_keep_their_multiset_and_spare_the_dead(build):
         (lambda: RewardComponent(name=":f", weight=1), "':f', accepted is .*Empty module"),
         (lambda: RewardComponent(name="math:pi", weight=1), "'math:pi', accepted is .*it is no function"),
         (lambda: RewardComponent(name="correctness", weight=float("inf")), "'correctness' is inf"),
+        (lambda: RewardComponent(name="correctness", weight="1"), "'correctness' is '1', accepted is a finite number"),
         (lambda: RewardComponent(name="correctness", weight=1, schedule=((5, 1), (5, 2))), r"steps \[5, 5\]"),
         (lambda: RewardConfig(components=(RewardComponent(name="correctness", weight=1),) * 2), "each name once"),
         (lambda: RewardConfig(free_comment_words=-1), "free_comment_words is -1"),
