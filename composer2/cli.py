@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[command](rest)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError, PodError) as error:
+    except (ValueError, OSError, PodError, FloatingPointError) as error:
         fail(str(error), exit_code=1)
 
 

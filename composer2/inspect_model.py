@@ -19,10 +19,11 @@ from rich.table import Table
 
 from composer2.model.checkpoint.huggingface import plan_huggingface
 from composer2.model.checkpoint.native import load_config
-from composer2.model.checkpoint.published import is_published
+from composer2.model.checkpoint.published import FAMILY_OF, MULTIMODAL, is_published
 from composer2.model.config import ModelConfig
 from composer2.model.families import FAMILIES
 from composer2.model.transformer import Transformer
+from composer2.start import newest_model
 
 Record = dict[str, Any]
 
@@ -49,10 +50,20 @@ def model_record(config: ModelConfig) -> Record:
     }
 
 
+def _stored_config(folder: Path) -> ModelConfig:
+    """Config of a model folder of a run; ValueError names what is accepted besides."""
+    try:
+        return load_config(folder)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json, accepted is a folder with a model") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; published ones are {', '.join((*FAMILY_OF, *MULTIMODAL))}") from error
+
+
 def inspect_model(name: str) -> tuple[RenderableType, Record]:
     """What `composer2 inspect model NAME|DIR` shows, for people and as one dict.
 
-    NAME is a key of `FAMILIES`; DIR a Hugging Face directory, whose shards are checked, or a model folder of a run.
+    NAME is a key of `FAMILIES`; DIR a Hugging Face directory, whose shards are checked, a run, or one of its models.
     ValueError for anything else, or naming what does not fit in a directory."""
     record: Record = {"model": name}
     if name in FAMILIES:
@@ -62,8 +73,10 @@ def inspect_model(name: str) -> tuple[RenderableType, Record]:
         stored = {entry.file for source in plan.sources for entry in (source.data, source.scale) if entry is not None}
         record |= {"family": plan.published.family, **model_record(plan.config)}
         record["stored_bytes"] = sum(path.stat().st_size for path in stored)
+    elif (Path(name) / "models").is_dir():
+        record |= model_record(load_config(newest_model(Path(name))))
     elif Path(name).is_dir():
-        record |= model_record(load_config(name))
+        record |= model_record(_stored_config(Path(name)))
     else:
         raise ValueError(f"model is {name!r}, accepted is a folder with a model or one of {', '.join(FAMILIES)}")
     table = Table("figure", "value", title=f"Model {name}", title_justify="left")

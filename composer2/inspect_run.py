@@ -135,16 +135,19 @@ class RunFiles:
 
 
 def load_run(run_dir: Path | str) -> RunFiles:
-    """Read a run directory. ValueError when the folder holds none of the files of a run."""
+    """Read a run directory. ValueError when the folder holds none of the files of a run, or a model."""
     path = Path(run_dir)
     names = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, ROLLOUTS_FILE)
     if not any((path / name).is_file() for name in names):
         raise ValueError(
             f"run directory is {str(path)!r}, accepted is a folder with at least one of {', '.join(names)}"
         )
+    config = _read_object(path / CONFIG_FILE)
+    if "model_type" in config:
+        raise ValueError(f"run directory is {str(path)!r}, which holds a model, accepted is the folder of a run")
     return RunFiles(
         path=path,
-        config=_read_object(path / CONFIG_FILE),
+        config=config,
         metrics=read_metrics(path / METRICS_FILE),
         summary=_read_object(path / SUMMARY_FILE),
         rollouts=read_rollouts(path),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -119,7 +120,9 @@ class RunnerSpec:
 
 
 def require_device(field: str, device: str) -> None:
-    """ValueError when `device` (cpu or cuda) is not on this machine; nothing falls back to another one."""
+    """ValueError when `device` (cpu, cuda or cuda:N) is not on this machine; nothing falls back to another one."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"{field} is {device!r}, accepted is cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"{field} is {device!r}, accepted on this machine is 'cpu': torch finds no CUDA device")
 

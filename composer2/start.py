@@ -24,7 +24,7 @@ from composer2.config import save_config
 from composer2.env.tasks.procedural import generate_task
 from composer2.model.checkpoint.huggingface import load_huggingface, plan_huggingface
 from composer2.model.checkpoint.native import load_config, save_model
-from composer2.model.checkpoint.published import FAMILY_OF, MULTIMODAL, is_published
+from composer2.model.checkpoint.published import FAMILY_OF, MULTIMODAL, is_published, read_published
 from composer2.model.config import ModelConfig
 from composer2.recipes import RunConfig
 from composer2.runner import stable_seed
@@ -33,6 +33,20 @@ from composer2.types import Template
 
 MODELS = ("rl", "sft", "cpt-long", "mtp", "cpt")
 """Models of a run, the last stage first."""
+
+
+def holds_published(folder: Path) -> bool:
+    """Whether a folder is a Hugging Face directory rather than a run; ValueError when it is neither."""
+    if is_published(folder):
+        return True
+    if (folder / "models").is_dir():
+        return False
+    if (folder / "config.json").is_file():
+        read_published(folder)  # says what is wrong with it
+    raise ValueError(
+        f"model is {str(folder)!r}, accepted is the folder of a run, or a Hugging Face directory with a config.json of "
+        f"model_type {', '.join((*FAMILY_OF, *MULTIMODAL))}"
+    )
 
 
 def newest_model(run: Path) -> Path:

@@ -95,7 +95,10 @@ def _named(name: str) -> ChatFormat:
 def _published_template(folder: Path) -> str:
     """Text of the directory's chat template, empty without one."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder / 'chat_template.jinja'} is damaged ({error}), accepted is UTF-8") from error
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return ""

@@ -14,22 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer as Backend
 
 from composer2.config import load_config
 from composer2.env.chat_template import ChatTemplate
 from composer2.env.tasks.record import plain_tests
 from composer2.model.checkpoint.huggingface import save_huggingface
 from composer2.model.checkpoint.native import load_model
-from composer2.model.checkpoint.published import DTYPES, is_published, read_published
+from composer2.model.checkpoint.published import DTYPES, read_published
 from composer2.model.engine.engine import Engine
 from composer2.model.engine.sequence import Request
-from composer2.model.tokenizer import Tokenizer
+from composer2.model.tokenizer import Tokenizer, read_backend
 from composer2.model.transformer import Transformer
 from composer2.recipes import RunConfig, published
 from composer2.rl.system.worker import GroupRequest
 from composer2.runner import EpisodeRunner, PodsConfig, RunnerSpec, open_model, require_device
-from composer2.start import newest_model
+from composer2.start import holds_published, newest_model
 from composer2.templates import Chat, find_chat, open_template, read_chat, tokenizer_files
 from composer2.types import Group, Message, Role, Rollout, SamplingParams, Task
 
@@ -49,12 +48,13 @@ def generate(
     """Text the newest model of a run, or the model of a Hugging Face directory, puts after `prompt`.
 
     `chat`: the prompt is a user's message in the format of this name, or in the one that `auto` finds; published models
-    only, or runs that began with one. ValueError for other runs, for an unknown format, and where `auto` finds none or
-    several."""
+    only, or runs that began with one. Lone surrogates of the prompt count as `?`. ValueError for other runs, for an
+    unknown format, and where `auto` finds none or several."""
     torch.set_num_threads(1)
     require_device("device", device)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    if is_published(folder) or read_chat(folder) is not None:
+    prompt = prompt.encode("utf-8", errors="replace").decode("utf-8")
+    if holds_published(folder) or read_chat(folder) is not None:
         return _generate_published(folder, prompt, params, seed, device, chat)
     if chat is not None:
         raise ValueError(f"chat is {chat!r}, accepted with a model of a run is none: its format is no chat")
@@ -74,7 +74,7 @@ def _generate_published(
         raise ValueError(f"{folder} holds no tokenizer.json, accepted is a directory with one")
     known = read_chat(folder)
     stop_ids = read_published(folder).eos_ids if known is None else known.eos_ids
-    backend = Backend.from_file(str(path))
+    backend = read_backend(path, "a published tokenizer.json")
     if chat is None:
         token_ids = backend.encode(prompt).ids
     else:
@@ -84,6 +84,8 @@ def _generate_published(
         assert isinstance(template, ChatTemplate)
         token_ids = template.render_messages([Message(role=Role.USER, content=prompt)])
         stop_ids = template.stop_ids
+    if not token_ids:
+        raise ValueError(f"prompt is {prompt!r}, accepted is a text that {path} makes a token of")
     model = open_model(folder if known is None else newest_model(folder), device)
     ids = _continue(model, token_ids, replace(params, stop_ids=stop_ids), seed)
     return backend.decode(ids, skip_special_tokens=True)
@@ -91,7 +93,10 @@ def _generate_published(
 
 def _continue(model: Transformer, token_ids: Sequence[int], params: SamplingParams, seed: int) -> list[int]:
     """Tokens the model puts after a context."""
-    length = min(max(len(token_ids) + params.max_tokens + 1, 32), model.config.max_position_embeddings)
+    longest = model.config.max_position_embeddings
+    if len(token_ids) > longest:
+        raise ValueError(f"prompt has {len(token_ids)} tokens, accepted is at most the model's {longest}")
+    length = min(max(len(token_ids) + params.max_tokens + 1, 32), longest)
     engine = Engine(model, num_slots=1, max_len=length, dtype=model.embed_tokens.weight.dtype)
     engine.submit(Request(token_ids=tuple(token_ids), params=params, session="generate", seed=seed))
     while True:
@@ -148,7 +153,7 @@ def _python_text(path: Path) -> str:
 def solver(model: Path, *, samples: int, allow_unsafe: bool, device: str, thinks: bool) -> RunnerSpec:
     """The harness that a run trained with; for a Hugging Face directory that of the preset `published`, its windows no
     longer than the model's."""
-    if is_published(model):
+    if holds_published(model):
         config, policy = published(), model
         chat: Chat | None = find_chat(model, thinks=thinks)
         length = min(config.engine.max_len, read_published(model).config.max_position_embeddings)
@@ -193,7 +198,13 @@ def solve(
             request = GroupRequest(key=0, task=task, num_samples=samples, seed=seed)
             await runner.run_cohort([request], lambda key, group: found.append(group))
 
-    asyncio.run(episodes())
+    try:
+        asyncio.run(episodes())
+    except ExceptionGroup as group:  # several episodes fail of one fault: that of the engine they share
+        fault: Exception = group
+        while isinstance(fault, ExceptionGroup):
+            fault = fault.exceptions[0]
+        raise fault from group
     rollouts = found[0].rollouts
     if not any(rollout.segments or rollout.error for rollout in rollouts):
         raise ValueError(

@@ -115,7 +115,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a `tokenizer.json`; `path` is the file or the folder that holds it."""
-        return cls(_read_backend(path, "a tokenizer.json of a run"))
+        return cls(read_backend(path, "a tokenizer.json of a run"))
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` in Hugging Face's format; `path` is the file or an existing folder."""
@@ -151,7 +151,8 @@ class Tokenizer:
         return token_id in self._special_set
 
 
-def _read_backend(path: str | Path, accepted: str) -> Backend:
+def read_backend(path: str | Path, accepted: str) -> Backend:
+    """The `tokenizers` object of a file, or of the folder that holds it. ValueError names a damaged file."""
     path = _json_path(path)
     text = path.read_bytes()  # an absent file is an OSError that names it
     try:
@@ -204,7 +205,7 @@ class PublishedTokenizer:
     @classmethod
     def load(cls, path: str | Path) -> PublishedTokenizer:
         """Read a `tokenizer.json`; `path` is the file or the folder that holds it."""
-        return cls(_read_backend(path, "a published tokenizer.json"))
+        return cls(read_backend(path, "a published tokenizer.json"))
 
     @property
     def special_ids(self) -> dict[str, int]:

@@ -165,6 +165,7 @@ def test_a_scheme_inside_the_text_config_is_read(tmp_path):
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
         ({"layer_types": ["linear_attention"]}, "'linear_attention'"),
+        ({"layer_types": 3}, "layer_types is 3, accepted is a list or null"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
         ({"rope_scaling": {"factor": 4}}, "rope_scaling has factor 4 and no type"),
         ({"rope_scaling": YARN | {"factor": "2"}}, "factor is '2', accepted is a number"),

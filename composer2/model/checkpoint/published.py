@@ -202,6 +202,8 @@ def _family(data: Mapping[str, Any]) -> str:
         if data.get(key) not in accepted:
             raise ValueError(f"{key} is {data[key]!r}, accepted is {accepted[0]!r}")
     kinds = data.get("layer_types") or data.get("attn_type_list") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types is {kinds!r}, accepted is a list or null")
     odd = [kind for kind in kinds if kind not in ("full_attention", 1)]
     if odd:
         raise ValueError(f"a layer has attention {odd[0]!r}, accepted is full attention in every layer")
