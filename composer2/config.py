@@ -206,6 +206,20 @@ def load_config(path: Path | str, cls: type[ConfigT]) -> ConfigT:
 # The command line
 
 
+def differences(known: Any, wanted: Any) -> list[str]:
+    """Fields in which two configs of one type differ, as "PLACE is WANTED, not KNOWN"."""
+    return _differences("", to_json(known), to_json(wanted))
+
+
+def _differences(place: str, known: Any, wanted: Any) -> list[str]:
+    if isinstance(known, dict) and isinstance(wanted, dict) and known.keys() == wanted.keys():
+        return [found for name in known for found in _differences(_join(place, name), known[name], wanted[name])]
+    if isinstance(known, list) and isinstance(wanted, list) and len(known) == len(wanted):
+        pairs = enumerate(zip(known, wanted, strict=True))
+        return [found for n, pair in pairs for found in _differences(_join(place, str(n)), *pair)]
+    return [] if known == wanted else [f"{place} is {wanted!r}, not {known!r}"]
+
+
 def apply_overrides(config: ConfigT, args: Sequence[str], *, prog: str = "composer2") -> ConfigT:
     """`config` with `--rl.max-staleness 0` style arguments applied. `--help` lists every field with its docstring.
 

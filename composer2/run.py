@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from composer2.config import load_config, save_config
+from composer2.config import differences, load_config, save_config
 from composer2.env.tasks.expert import sft_example
 from composer2.env.tasks.procedural import generate_task
 from composer2.inspect_run import ROLLOUTS_FILE, read_rollouts, rollout_record
@@ -108,11 +108,13 @@ class Run:
         stored = folder / "config.json"
         if stored.exists() and any(any((folder / name).iterdir()) for name in ("stages", "checkpoints", "models")):
             known = load_config(stored, RunConfig)
-            if replace(known, rl=replace(known.rl, reward=config.rl.reward)) != config:
+            others = differences(replace(known, rl=replace(known.rl, reward=config.rl.reward)), config)
+            if others:
                 self._lock.close()
+                rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
                 raise ValueError(
-                    f"{folder} holds a run with another configuration (see its config.json), accepted is the same "
-                    "configuration to resume it (rl.reward may differ), or another --run-dir"
+                    f"{folder} holds a run with another configuration ({'; '.join(others[:3])}{rest}), accepted is the "
+                    "same configuration to resume it (rl.reward may differ), or another --run-dir"
                 )
             if known != config:
                 self._change_reward(stored)

@@ -90,8 +90,7 @@ def test_a_run_of_another_config_is_refused(capsys, tmp_path):
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "data.json").write_text("{}", encoding="utf-8")
     text = refused(capsys, "cpt", "tiny-smoke", "--run-dir", str(tmp_path), "--cpt.phase1-steps", "25", "--quiet")
-    assert "holds a run with another configuration" in text
-    assert "accepted is the same configuration to resume it, or another --run-dir" in text
+    assert "holds a run with another configuration (cpt.phase1_steps is 25, not 24), accepted is the same" in text
     assert json.loads((tmp_path / "config.json").read_text())["cpt"]["phase1_steps"] == 24
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer2.config import apply_overrides, choose_preset, from_json, load_config, save_config, to_json
+from composer2.config import apply_overrides, choose_preset, differences, from_json, load_config, save_config, to_json
 
 
 class Shape(StrEnum):
@@ -170,3 +170,14 @@ def test_presets_by_name_with_nearest_names_offered(capsys: pytest.CaptureFixtur
         choose_preset("tiny-smok", presets)
     assert caught.value.code == 2
     assert "nearest accepted: tiny-smoke" in capsys.readouterr().err
+
+
+def test_differences_name_place_and_both_values():
+    known, wanted = RL(weights={"a": 1.0, "b": 2.0}), RL(max_staleness=1, clip=(0.8, 1.2), weights={"a": 1.0, "b": 3.0})
+    assert differences(known, wanted) == [
+        "max_staleness is 1, not 2",
+        "clip.1 is 1.2, not 1.28",
+        "weights.b is 3.0, not 2.0",
+    ]
+    assert differences(known, RL(weights={"a": 1.0})) == ["weights is {'a': 1.0}, not {'a': 1.0, 'b': 2.0}"]
+    assert differences(known, known) == []
