@@ -32,6 +32,10 @@ from composer2.rl.balance import balance_report, plan_ranks, sequence_costs
 from composer2.rl.pack import PackCost
 
 MAX_TOKENS = 200_000
+RANKS = (8, 16, 32, 64, 128, 256)
+NUM_SEQUENCES = 8192
+NUM_MANY = 100_000
+"""Sequences of the plan that is timed for itself."""
 COSTS = {"attention_heavy": PackCost(linear=1.0, quadratic=1e-3), "matrix_heavy": PackCost(linear=1.0, quadratic=2e-5)}
 
 
@@ -107,13 +111,15 @@ def draw(results: dict[tuple[str, int], dict[str, float]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(COSTS), figsize=(10, 4), sharey=True)
     for axis, name in zip(axes, COSTS, strict=True):
         ranks = sorted({num_ranks for setting, num_ranks in results if setting == name})
-        for key, label in (
-            ("worst_over_bound", "global packing"),
-            ("kk_over_bound", "Karmarkar–Karp"),
-            ("ffd_over_bound", "first-fit-decreasing"),
+        for key, label, marker in (
+            ("worst_over_bound", "global packing", "o"),
+            ("kk_over_bound", "Karmarkar–Karp", "x"),
+            ("ffd_over_bound", "first-fit-decreasing", "s"),
         ):
-            axis.plot(ranks, [results[name, r][key] for r in ranks], marker="o", label=label)
+            axis.plot(ranks, [results[name, r][key] for r in ranks], marker=marker, label=label)
         axis.set(xscale="log", xlabel="data-parallel ranks", title=name.replace("_", " "))
+        axis.set_xticks(ranks, [str(r) for r in ranks])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("worst rank / bound")
     axes[0].legend()
@@ -130,9 +136,9 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[tuple[str, int], dict[str, float]] = {}
     for name, cost in COSTS.items():
-        for num_ranks in (8, 16, 32, 64, 128, 256):
+        for num_ranks in RANKS:
             for seed in range(1 if options.quick else 5):
-                lengths_N = draw_lengths(np.random.default_rng([seed, num_ranks]), 8192, 8.5, 1.2)
+                lengths_N = draw_lengths(np.random.default_rng([seed, num_ranks]), NUM_SEQUENCES, 8.5, 1.2)
                 found = measure(lengths_N, num_ranks, cost)
                 kept = results.setdefault((name, num_ranks), found)
                 lowest = ("caps_held", "equal_counts", "token_fill")
@@ -142,13 +148,13 @@ def main() -> int:
                 name, num_ranks, {key: round(value, 4) for key, value in results[name, num_ranks].items()}, flush=True
             )
     seconds = []
-    for num_ranks in (8, 256):
-        lengths = draw_lengths(np.random.default_rng(num_ranks), 100_000, 8.5, 1.2).tolist()
+    for num_ranks in (RANKS[0], RANKS[-1]):
+        lengths = draw_lengths(np.random.default_rng(num_ranks), NUM_MANY, 8.5, 1.2).tolist()
         started = time.perf_counter()
         plan_ranks(lengths, num_ranks=num_ranks, max_tokens=MAX_TOKENS)
         seconds.append(time.perf_counter() - started)
     figures = {
-        "num_sequences": 8192.0,
+        "num_sequences": float(NUM_SEQUENCES),
         "worst_over_bound": max(found["worst_over_bound"] for found in results.values()),
         "ffd_worst_over_bound": max(found["ffd_over_bound"] for found in results.values()),
         "kk_worst_over_bound": max(found["kk_over_bound"] for found in results.values()),

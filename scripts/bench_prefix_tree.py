@@ -120,6 +120,7 @@ def draw(figures: dict[str, float], path: Path) -> None:
         x = [figures[f"token_ratio_g{size}_s{share}"] for share in SHARES]
         y = [figures[f"speedup_g{size}_s{share}"] for share in SHARES]
         axes.plot(x, y, "o-", label=f"groups of {size}")
+    axes.set_title("A training step on a prefix tree")
     axes.set_xlabel("separate / merged tokens")
     axes.set_ylabel("separate / merged CPU time")
     axes.legend()

@@ -189,8 +189,8 @@ def draw(figures: dict[str, float], path: Path) -> None:
     for name in ESTIMATORS:
         axes[0].plot(mus**2 / 2, [figures[f"{name}_var_{key}"] for key in keys], marker="o", label=name)
         axes[1].plot(mus**2 / 2, [figures[f"{name}_bias_{key}"] for key in keys], marker="o", label=name)
-    axes[0].set(xlabel="KL(q || p)", ylabel="variance", yscale="log", title="q = N(0,1), p = N(μ,1)")
-    axes[1].set(xlabel="KL(q || p)", ylabel="bias", yscale="symlog", title="bias")
+    axes[0].set(xlabel="KL(q || p) (nats)", ylabel="variance (nats²)", yscale="log", title="q = N(0,1), p = N(μ,1)")
+    axes[1].set(xlabel="KL(q || p) (nats)", ylabel="bias (nats)", yscale="symlog", title="the same: k1 lies under k3")
     names = ["k1_as_loss_grad", "k1_own_token_grad", "k1_in_reward_grad"]
     heights = [figures[f"seq_{name}"] for name in names]
     axes[2].bar(
