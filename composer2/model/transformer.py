@@ -123,9 +123,10 @@ class Transformer(nn.Module):
 
         Attention is causal within equal document ids; -1 is padding. With `visible_until_BT` rows are prefix trees in
         depth-first order: token i sees j when j <= i < visible_until[j], and positions have to be given. `routes_BTLK`
-        replays recorded experts (rows of -1 route freely). `with_logits=False` saves the head: apply `lm_head` to the
-        hidden states you need. `key_view` replaces the masks where rows are spread over processes: the arguments then
-        describe the tokens that lie here, positions have to be given, and documents only tell padding.
+        replays recorded experts (rows of -1 route freely); without them `replay` is not read. `with_logits=False` saves
+        the head: apply `lm_head` to the hidden states you need. `key_view` replaces the masks where rows are spread
+        over processes: the arguments then describe the tokens that lie here, positions have to be given, and documents
+        only tell padding.
         """
         token_ids_BT = token_ids_BT.long()
         routes = None if routes_BTLK is None else check_routes(routes_BTLK, token_ids_BT, self.config)

@@ -136,9 +136,11 @@ def group_samples(
 ) -> list[Sample]:
     """Training samples of a group, in order of rollout and segment.
 
-    `reference_logprobs[rollout][segment]` is float [T], needed (for every rollout that counts) when the KL weight is
-    positive. `group_index` becomes `Sample.group`. Rollouts with exactly zero advantage and no KL term yield nothing:
-    their gradient is exactly zero."""
+    `temperature`: that of the sampler. `policy_version`: the trainer's, needed with `max_token_age`.
+    `reference_logprobs[rollout][segment]` is float [T] in nats, needed (for every rollout that counts) when the KL
+    weight is positive. `group_index` becomes `Sample.group`. Rollouts with exactly zero advantage and no KL term yield
+    nothing: their gradient is exactly zero. ValueError for what is needed and missing or of another shape, for a reward
+    that is not finite, and for a segment whose first token is sampled."""
     use_kl = config.kl.weight > 0
     if use_kl and (reference_logprobs is None or len(reference_logprobs) != len(group.rollouts)):
         given = None if reference_logprobs is None else len(reference_logprobs)

@@ -77,7 +77,9 @@ class BatchTensors:
 
 
 def plan_rows(lengths: Sequence[int], *, row_length: int, rows_per_batch: int, cost: PackCost | None = None) -> Plan:
-    """Which sample goes where, from lengths alone. Every index appears exactly once; empty samples are refused."""
+    """Which sample goes where, from lengths in tokens alone. Every index appears exactly once.
+
+    ValueError for a length, `row_length` (tokens) or `rows_per_batch` below 1."""
     if row_length < 1:
         raise ValueError(f"row_length is {row_length}, accepted is >= 1")
     if rows_per_batch < 1:
@@ -155,7 +157,9 @@ def pack(samples: Sequence[Sample], *, row_length: int, rows_per_batch: int, pad
 
 
 def fill(rows: Sequence[Sequence[Sample]], *, pad_id: int = 0) -> Batch:
-    """One micro-batch from the samples of each row, left to right, as wide as the longest row."""
+    """One micro-batch from the samples of each row, left to right, as wide as the longest row.
+
+    ValueError for samples of more than one temperature, and for those that `check_samples` refuses."""
     samples = [sample for row in rows for sample in row]
     check_samples(samples)
     shape_LK = common_shape(samples)
@@ -187,7 +191,9 @@ def fill(rows: Sequence[Sequence[Sample]], *, pad_id: int = 0) -> Batch:
 
 
 def unpack(values_BT: Sequence[np.ndarray], plan: Plan, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Undo a plan: per-token values of each micro-batch ([B, T, ...]) back to one array [length, ...] per sample."""
+    """Undo a plan: per-token values of each micro-batch ([B, T, ...]) back to one array [length, ...] per sample.
+
+    `plan` is that of `plan_rows` for the same `lengths`; `pack` follows it where all samples have one temperature."""
     found: dict[int, np.ndarray] = {}
     for values, rows in zip(values_BT, plan, strict=True):
         for b, row in enumerate(rows):

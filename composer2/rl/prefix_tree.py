@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from composer2.rl.pack import fill, plan_rows
-from composer2.rl.routes import NO_ROUTE, common_shape
+from composer2.rl.pack import check_samples, fill, plan_rows
+from composer2.rl.routes import NO_ROUTE
 from composer2.types import Batch, Sample
 
 
@@ -239,8 +239,11 @@ def pack_trees(
     """Micro-batches that hold every sample once. Samples of different `group` or temperature never share a tree, and a
     tree is no longer than a row unless one sample is.
 
-    The `Batch` carries the loss (its rows are not meant for the model), the `TreeBatch` the tokens to run."""
-    common_shape(samples)
+    The `Batch` carries the loss (its rows are not meant for the model), the `TreeBatch` the tokens to run: with logits
+    [B, T, V] of the model on the latter, the log-probs of the former's trained tokens, in the order of its loss mask,
+    are `target_logprobs(logits.flatten(0, 1)[tree.predictors], token_ids[loss_mask])`; `rl.train.trained_logprobs`
+    does both. ValueError for a sample without a trained token, or that `check_samples` refuses."""
+    check_samples(samples)
     by_prompt: dict[tuple[float, int], list[Sample]] = {}
     for sample in samples:
         by_prompt.setdefault((sample.temperature, sample.group), []).append(sample)

@@ -104,7 +104,7 @@ class RewardConfig:
 
 
 def score(rollout: Rollout, config: RewardConfig, step: int) -> Rollout:
-    """The rollout with its reward at a training step and the raw value of every component."""
+    """The rollout with its reward at a training step and the raw value of every component (errors: `measured`)."""
     if rollout.status is RolloutStatus.INFRASTRUCTURE:
         return replace(rollout, reward=0.0, reward_components={})
     values = {component.name: measured(component.name, rollout, config) for component in config.components}

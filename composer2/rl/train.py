@@ -57,7 +57,7 @@ class RLConfig:
     prompts_per_step: int = 16
     """Prompts (groups) of one step."""
     group_size: int = 8
-    """Rollouts of one prompt, fixed (row R1)."""
+    """Rollouts of one prompt, fixed (row R1). 1 has nothing to be compared with: only the KL would be trained."""
     max_staleness: int = 1
     """Steps the samplers may run ahead of the trainer; 0 is synchronous and reproducible bit for bit."""
     num_workers: int = 1
@@ -79,7 +79,8 @@ class RLConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     """Off-policy correction and normaliser."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Components and weights."""
+    """Components and weights. A preset fixes how many there are: on the command line a measure of one's own takes the
+    place of a component at weight 0, with both its name and its weight."""
     replay: bool = True
     """Override the router's selection with the experts the sampler used (row M6)."""
     replay_tau: float = 0.5

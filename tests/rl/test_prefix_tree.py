@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from composer2.model.attend_flex import flex_attend
 from composer2.model.attention import sdpa_attend
 from composer2.model.transformer import Transformer, init_weights
-from composer2.rl.loss import policy_loss
+from composer2.rl.loss import policy_loss, target_logprobs, token_logprobs
 from composer2.rl.pack import fill, to_tensors
 from composer2.rl.prefix_tree import build_tree, pack_trees, row_sized, tokens_needed
 from composer2.rl.train import RLConfig, micro_batches, trained_logprobs
@@ -238,3 +238,38 @@ def test_many_long_samples_are_merged_in_linear_time():
 def test_a_tree_of_no_samples_is_refused():
     with pytest.raises(ValueError, match="samples is empty"):
         build_tree([])
+
+
+def test_a_sample_that_no_row_would_hold_as_it_is_is_refused():
+    """At temperature nan it was in no tree and no batch, and nothing said so."""
+    whole = made([1, 2, 3, 4])
+    for wrong, message in (
+        ({"temperature": float("nan")}, "sample 1: temperature is nan"),
+        ({"advantages": np.ones(1, np.float32)}, r"sample 1: advantages has shape \(1,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_trees([whole, replace(whole, **wrong)], row_length=8, rows_per_batch=1)
+
+
+def test_predictors_read_the_trained_tokens_as_documented(policy):
+    model = policy.model()
+    samples = [made([1, 2, 3, 4], seed=1), made([1, 2, 5, 6, 7], seed=2)]
+    ((batch, tree),) = pack_trees(samples, row_length=16, rows_per_batch=1)
+    tensors = to_tensors(batch)
+    out = model(
+        tree.token_ids,
+        position_ids_BT=tree.position_ids,
+        document_ids_BT=tree.document_ids,
+        visible_until_BT=tree.visible_until,
+        routes_BTLK=tree.routes,
+    )
+    found, _ = target_logprobs(out.logits_BTV.flatten(0, 1)[tree.predictors], tensors.token_ids[tensors.loss_mask])
+    alone = []
+    for sample in samples:
+        row = to_tensors(fill([[sample]]))
+        logits = model(row.token_ids, routes_BTLK=row.routes).logits_BTV
+        alone.append(token_logprobs(logits, row.token_ids)[0][row.loss_mask])
+    expected = dict(zip([4, 3, 7, 6, 5], [alone[0][1], alone[0][0], *alone[1].flip(0)], strict=True))
+    torch.testing.assert_close(
+        found, torch.stack([expected[int(token)] for token in tensors.token_ids[tensors.loss_mask]])
+    )
