@@ -98,6 +98,7 @@ class Run:
         self.services: Services = LocalServices() if services is None else services
         self.stop_requested = False
         self.may_abort = False
+        require_run_folder(folder)
         require_device("RunConfig.device", config.device)
         require_device("EngineConfig.device", config.engine.device)
         if config.start and not (folder / "stages" / "sft.json").exists():
@@ -287,6 +288,19 @@ class Run:
             pool.close(grace=STOP_GRACE if self.stop_requested else 5.0)
         self.metrics.close()
         self._lock.close()
+
+
+def require_run_folder(folder: Path) -> None:
+    """ValueError when the folder's `config.json` is something else's, say a published model's: a run writes its own."""
+    stored = folder / "config.json"
+    if not stored.exists():
+        return
+    try:
+        data = json.loads(stored.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{stored} is no JSON ({error}), accepted is the config of a run, or none") from error
+    if not isinstance(data, dict) or "preset" not in data:
+        raise ValueError(f"{stored} is not the config of a run, accepted is a new --run-dir or that of a run")
 
 
 def lock_folder(folder: Path) -> IO[str]:

@@ -94,6 +94,16 @@ def test_a_run_of_another_config_is_refused(capsys, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["cpt"]["phase1_steps"] == 24
 
 
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3"}', "[]", "{", ""])
+def test_a_run_never_writes_over_another_config_json(capsys, tmp_path, text):
+    """A published model's directory as --run-dir must not lose its config."""
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    told = refused(capsys, "cpt", "tiny-smoke", "--run-dir", str(tmp_path), "--quiet")
+    assert told.startswith(f"error: {tmp_path / 'config.json'} is no")
+    assert (tmp_path / "config.json").read_text(encoding="utf-8") == text
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_run_that_never_did_anything_takes_the_corrected_command(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "run_stages", lambda run, *, last: True)
     save_config(tmp_path / "config.json", tiny_smoke())
