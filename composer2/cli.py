@@ -235,10 +235,13 @@ def _export(argv: Sequence[str]) -> int:
     parser = _parser("export", "Writes the newest model of a run as a Hugging Face directory, with its tokenizer.")
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path, help="a new or an empty folder")
+    parser.add_argument(
+        "--dtype", help="default: that of the published start, else float32; bfloat16 loses changes below its digits"
+    )
     options = parser.parse_args(argv)
     from composer2.use import export
 
-    path = export(options.run, options.folder)
+    path = export(options.run, options.folder, options.dtype)
     with Console(_mode(options.quiet, options.json)) as console:
         console.final(f"model: {path}", model=str(path))
     return 0

@@ -124,7 +124,10 @@ def require_device(field: str, device: str) -> None:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"{field} is {device!r}, accepted is cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"{field} is {device!r}, accepted on this machine is 'cpu': torch finds no CUDA device")
+        raise ValueError(
+            f"{field} is {device!r}, accepted on this machine is 'cpu': torch finds no CUDA device "
+            "(device is the trainer's, engine.device the sampler's)"
+        )
 
 
 def open_model(directory: Path, device: str) -> Transformer:

@@ -236,17 +236,19 @@ def changed_files(task: Task, rollout: Rollout) -> Mapping[str, str]:
     return {path: text for path, text in rollout.final_files.items() if task.files.get(path) != text}
 
 
-def export(run: Path, folder: Path) -> Path:
+def export(run: Path, folder: Path, dtype: str | None = None) -> Path:
     """Write the newest model of a run as a Hugging Face directory, with the tokenizer it began with; returns its path.
 
-    A published start gives the weights its dtype. ValueError when `folder` holds something, or when no published family
-    is what the model computes."""
+    Weights are written as `dtype`, else in the dtype of a published start, else as they are: float32. ValueError for
+    another dtype, when `folder` holds something, or when no published family is what the model computes."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder is {folder}, accepted is a new or an empty folder")
     model, chat = load_model(newest_model(run)), read_chat(run)
-    if chat is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[chat.dtype])
+    wanted = dtype or (chat.dtype if chat is not None else "float32")
+    if wanted not in DTYPES:
+        raise ValueError(f"dtype is {wanted!r}, accepted is one of {', '.join(DTYPES)}")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[wanted])
     files = tuple(tokenizer_files(run))
     save_huggingface(folder, model, eos_ids=() if chat is None else chat.eos_ids, files=files)
     return folder

@@ -182,6 +182,11 @@ def test_bfloat16_is_trained_in_float32_and_written_back(chat, published_models,
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["dtype"] == "bfloat16"
+    use.export(tmp_path / "run", tmp_path / "whole", "float32")
+    assert {t.dtype for t in load_file(tmp_path / "whole" / "model.safetensors").values()} == {torch.float32}
+    with pytest.raises(ValueError, match=r"^dtype is 'fp8', accepted is one of float32, bfloat16"):
+        use.export(tmp_path / "run", tmp_path / "other", "fp8")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
