@@ -43,6 +43,25 @@ MUTATIONS = [
         "return config.norm_length",
         f"{FAULTS}/test_fault_03_gradient_scales_with_micro_batch.py",
     ),
+    Mutation(
+        f"{RL}/train.py",
+        "num_rollouts_planned=config.prompts_per_step * config.group_size,",
+        "num_rollouts_planned=len(samples),",
+        "tests/rl/test_train.py",
+    ),
+    # One step: the reference routes for itself; tokens of any age are trained; weights of rewards never change.
+    Mutation(
+        f"{RL}/train.py", "routes = recorded if config.replay else None", "routes = None", "tests/rl/test_train.py"
+    ),
+    Mutation(f"{RL}/train.py", "            policy_version=step,", "", "tests/rl/test_train.py"),
+    Mutation(
+        f"{RL}/reward.py",
+        "sum(component.weight_at(step) * values",
+        "sum(component.weight * values",
+        "tests/rl/test_reward.py",
+    ),
+    # Routes that end before the context does are taken for a prefix without routes.
+    Mutation("composer2/env/window.py", "if len(newest) != seen:", "if False:", "tests/env/test_window.py"),
     # Mask: prompts trained; the check of first tokens gone; the log-prob read from the token's own logits.
     Mutation(
         f"{RL}/advantage.py",
