@@ -7,21 +7,21 @@ import pytest
 
 
 def test_accuracies_by_hand(load_script):
-    """Window 8, reach 28: one query a row of the table."""
+    """Window 12, reach 4 * 11: one query a row of the table."""
     found = {
         "hops": np.array([1, 1, 1, 1, 2, 2, 2, 2]),
-        "nearest": np.array([7, 8, 29, 28, 3, 8, 30, 5]),
-        "farthest": np.array([7, 8, 29, 28, 7, 20, 31, 9]),
+        "nearest": np.array([11, 12, 45, 44, 3, 12, 46, 5]),
+        "farthest": np.array([11, 12, 45, 44, 11, 30, 47, 13]),
         "right": np.array([True, True, False, True, False, True, False, True]),
     }
     figures = load_script("attention_probes").accuracies(found)
     assert figures == {
-        "retrieval_acc": pytest.approx(2 / 3),  # 8, 29, 28
-        "retrieval_acc_inside": 1.0,  # 7
-        "retrieval_acc_beyond_reach": 0.0,  # 29
-        "multihop_acc": 0.5,  # 8, 30
-        "multihop_acc_inside": 0.0,  # 3 .. 7
-        "multihop_acc_beyond_reach": 0.0,  # 30
+        "retrieval_acc": pytest.approx(2 / 3),  # 12, 45, 44
+        "retrieval_acc_inside": 1.0,  # 11
+        "retrieval_acc_beyond_reach": 0.0,  # 45
+        "multihop_acc": 0.5,  # 12, 46
+        "multihop_acc_inside": 0.0,  # 3 .. 11
+        "multihop_acc_beyond_reach": 0.0,  # 46
     }
 
 
