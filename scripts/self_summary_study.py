@@ -22,7 +22,7 @@ In: nothing. Out: `DIR/self_summary_study.json` (flat figures), `curves.jsonl` (
 Source: report §4.1 (self-summarisation: the final reward goes to every token of the chain); row R3.
 Choice: intervals are over tasks, not over seeds of training; the full run has three seeds, `--quick` one.
 Choice: no pretraining; the policy learns this family from scratch, its head being its embedding matrix. A third of
-the usual learning rate and normed queries and keys: with neither did it learn to look a word up by its name.
+the usual learning rate, and normed queries and keys: without either it had not learned to look words up in these steps.
 """
 
 from __future__ import annotations

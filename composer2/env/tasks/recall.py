@@ -17,8 +17,8 @@ Choice: the words are few, so that a tiny policy knows them all; a guess is righ
 Choice: the script's first summary notes one of the facts of the first file, the right one as often as `right_frac`
 says: imitation teaches the form of a summary and the use of a noted word, and leaves what to keep to reinforcement.
 Choice: a part of the scripted episodes is short: the fact is looked up while it is still in view.
-Choice: a policy from scratch learns to look a word up by its name from drills, windows with a dozen lookups each;
-episodes have one or two, and did not teach it in five times the steps.
+Choice: a policy from scratch learns to look a word up by its name from drills, windows with a dozen lookups each; an
+episode has one or two.
 Choice: no prompt shows a file. Every window begins with the prompt, so a fact in it would never be lost.
 """
 
