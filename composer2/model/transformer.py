@@ -126,8 +126,10 @@ class Transformer(nn.Module):
         replays recorded experts (rows of -1 route freely); without them `replay` is not read. `with_logits=False` saves
         the head: apply `lm_head` to the hidden states you need. `key_view` replaces the masks where rows are spread
         over processes: the arguments then describe the tokens that lie here, positions have to be given, and documents
-        only tell padding.
+        only tell padding. ValueError for token ids that are no integers, and for routes that do not fit.
         """
+        if token_ids_BT.is_floating_point():
+            raise ValueError(f"token_ids_BT has dtype {token_ids_BT.dtype}, accepted is an integer one")
         token_ids_BT = token_ids_BT.long()
         routes = None if routes_BTLK is None else check_routes(routes_BTLK, token_ids_BT, self.config)
         tau = 0.0 if replay is None else replay.tau

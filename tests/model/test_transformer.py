@@ -255,6 +255,11 @@ def test_head_on_demand():
     assert torch.equal(bare.hidden_BTD, full.hidden_BTD)
 
 
+def test_token_ids_are_never_rounded():
+    with pytest.raises(ValueError, match=r"^token_ids_BT has dtype torch.float32, accepted is an integer one"):
+        build(ModelConfig(**SMALL))(torch.tensor([[1.0, 2.5]]))
+
+
 def test_initialisation_is_a_function_of_the_seed():
     config = ModelConfig()
     torch.manual_seed(1)
