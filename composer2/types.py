@@ -5,7 +5,8 @@ In: nothing. Out: frozen dataclasses and Protocols, free of torch, so that `env`
 
 Source: report §4.1 (rollouts, groups, chains), §6.2 (router replay, policy versions); rows R1 R3 A2 A3 E1 E5 E6 I1 M6.
 Choice: one flat token record per context window (`Segment`), with masks and per-token fields beside it, because
-generated text must never be tokenised again for training.
+generated text must never be tokenised again for training. One vocabulary file, though longer than the others: whoever
+reads it knows every name that two packages share.
 
 Shape letters: T tokens of a segment, N sampled tokens of a generation, B packed rows, L MoE layers, K experts a token.
 """

@@ -97,7 +97,7 @@ def test_readme_sections_come_in_their_order():
         "The map",
         "Read it in this order",
         "Recipes",
-    "Bring a model",
+        "Bring a model",
         "Swap a part",
         "Take a part elsewhere",
         "Scale out",

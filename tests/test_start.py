@@ -302,3 +302,12 @@ def test_solve_says_when_no_turn_fits(chat, published_models, broken, tmp_path):
     start = published_models.qwen3(tmp_path, chat, max_position_embeddings=2560)
     with pytest.raises(ValueError, match=r"episode\.context_budget is 2560, accepted is more: no turn fits"):
         use.solve(broken, "3 does not count", start, samples=1, seed=0, allow_unsafe=True)
+
+
+def test_every_end_token_of_the_model_ends_a_turn(start):
+    """Not the format's own alone: what the directory's configs name too, in training as in use."""
+    chat = find_chat(start)
+    other = next(i for i in range(50) if i not in chat.eos_ids)
+    own = open_template(start / "tokenizer.json", replace(chat, eos_ids=()))[0].stop_ids
+    template = open_template(start / "tokenizer.json", replace(chat, eos_ids=(other,)))[0]
+    assert template.stop_ids == (*own, other)

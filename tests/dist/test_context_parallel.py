@@ -146,3 +146,8 @@ def test_what_does_not_divide_is_refused():
         shard_batch(replace(batch, loss_mask=torch.ones(1, 4, dtype=torch.bool)), 2, 0)
     with pytest.raises(ValueError, match="gspo"):
         rank_policy_loss(torch.zeros(0), shard_batch(batch, 2, 0), LossConfig(correction="gspo"), 1.0)
+    mask = torch.tensor([[False, True, True, True]])
+    lost = shard_batch(replace(batch, loss_mask=mask, behaviour_logprobs=torch.full((1, 4), torch.nan)), 1, 0)
+    assert int(lost.loss_mask.sum()) == 3
+    with pytest.raises(ValueError, match="behaviour_logprobs holds nan at a trained token"):
+        rank_policy_loss(torch.zeros(3), lost, LossConfig(), 1.0)

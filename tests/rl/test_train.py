@@ -68,6 +68,23 @@ def test_mtp_layers_and_router_bias_stay_as_they_are(policy):
     assert not any(name.startswith("mtp.") or name.endswith("e_score_correction_bias") for name in changed)
 
 
+def test_a_step_tells_how_full_its_rows_were(policy):
+    """Row R12, by counting: slots and quadratic costs of the batches, from the samples alone."""
+    model = policy.model()
+    samples = samples_of(mixed_groups(policy, model))
+    config = replace(CONFIG, row_length=11, rows_per_batch=1)
+    metrics = update(model, make_optimizer(model, config), samples, config, 0)
+    slots, costs = 0, []
+    for batch in pack(samples, row_length=11, rows_per_batch=1):
+        slots += batch.token_ids.size
+        lengths = [int((batch.document_ids == d).sum()) for d in range(batch.document_ids.max() + 1)]
+        costs.append(sum(n + 1e-3 * n * n for n in lengths))
+    assert metrics["pack_efficiency"] == pytest.approx(sum(len(s.token_ids) for s in samples) / slots)
+    assert metrics["pack_imbalance"] == pytest.approx(max(costs) / np.mean(costs))
+    assert metrics["pack_imbalance"] > 1
+    assert (metrics["num_batches"], metrics["num_rows"]) == (len(costs), len(costs))
+
+
 def test_logprobs_are_those_of_the_full_logits(policy):
     model = policy.model()
     samples = samples_of(mixed_groups(policy, model, temperature=0.7))

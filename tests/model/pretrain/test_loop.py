@@ -1,6 +1,7 @@
 """The training loop on a small real model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,17 @@ def test_loss_falls_and_every_metric_is_there(make_model):
     }
     assert before == pytest.approx(math.log(48), abs=0.15)
     assert evaluate_loss(model, batch_at(999, rows=8)) < 1.0
+
+
+def test_a_model_without_experts_trains(make_model, tiny_config):
+    model, rows = make_model(0, replace(tiny_config, first_k_dense_replace=2)), []
+    config = OptimConfig(lr=1e-2, warmup_steps=1, schedule_steps=8)
+    train(
+        model, make_optimizer(model.named_parameters(), config), config.lr_at, batch_at, next_token_loss,
+        num_steps=8, router_bias_rate=1e-3, on_step=rows.append,
+    )  # fmt: skip
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert "router_max_violation" not in rows[0]
 
 
 def test_evaluation_does_not_depend_on_its_batches(make_model):
